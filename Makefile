@@ -4,8 +4,9 @@
 #   make soak                     long random draws       make wheel       a stable-ABI wheel, in dist/
 #   make test-releases            the frontends with other releases of the frameworks (RELEASES), from the wheel
 #   make test-hosts               every host and every model of theirs, in an environment of its own
+#   make test-aarch64             the native tests on aarch64, under an emulator
 #   make docs                     API pages, build/docs   make benchmark   BENCH selects a file
-#   make stub                     renews the .pyi stub    make format      lays out Python and C++
+#   make stub                     renews .pyi and schema  make format      lays out Python and C++
 #   make sass                     renews the instruction counts of the Hopper kernels
 #   PY=python3.12 chooses the interpreter; GROUPED_CUDA=auto|on|off whether CUDA sources are built, and
 #   GROUPED_CUDA_ARCHS for which chips: found, all, or a list of 80, 89, 90, 90a (cmake/archs.cmake).
@@ -38,7 +39,7 @@ CXX_FILES := $(foreach ext,h cc cuh cu,$(wildcard cc/*/*.$(ext) cc/*/*/*.$(ext))
 # $(call need,command,what is missing and what to do): stops with that one line where the command fails.
 need = $(if $(filter 0,$(shell { $(1); } >/dev/null 2>&1; echo $$?)),,$(error $(2)))
 
-.PHONY: demo test test-full test-releases test-hosts sanitize soak wheel docs benchmark stub sass lint format types native clean FORCE
+.PHONY: demo test test-full test-releases test-hosts test-aarch64 sanitize soak wheel docs benchmark stub sass lint format types native clean FORCE
 
 $(VENV)/bin/python:
 	$(call need,$(PY) -c 'import sys; sys.exit(sys.version_info < (3$(comma) 11))',Python 3.11 or later is needed as $(PY); install it or name one: make PY=python3.12)
@@ -127,6 +128,28 @@ sanitize: $(VENV)/.packages
 	  PYTHONPATH="$$PWD:$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  $(PYTHON) -S -m pytest -p no:cacheprovider $(SANITIZED_TESTS) $(ARGS)
 
+# Native tests on aarch64 under an emulator, in a tree of its own. Tests that need JAX or PyTorch, or start a program,
+# are left out by name.
+AARCH64 := build/aarch64
+AARCH64_CPU ?= max
+AARCH64_TESTS ?= $(addprefix tests/,soak/test_native_sweep.py $(patsubst %,native/test_%.py,grouped_matmul activation \
+  quantize quantized_products quantized_results low_rank routing sums shards shapes golden bind))
+test-aarch64: $(VENV)/.packages
+	$(call need,aarch64-linux-gnu-g++ --version,there is no compiler for aarch64; install g++-aarch64-linux-gnu)
+	$(call need,qemu-aarch64-static --version,there is no emulator of aarch64; install qemu-user-static)
+	PATH="$(BIN):$$PATH" cmake --toolchain cmake/aarch64-linux-gnu.cmake -S . -B $(AARCH64) -G Ninja \
+	  -DGROUPED_WERROR=ON -DGROUPED_CUDA=off -DPython_EXECUTABLE=$(PYTHON) \
+	  -DGROUPED_OUTPUT_DIR=$(AARCH64)/tree/grouped_core -DSKBUILD_SOABI="$$($(PYTHON) -c 'import sys; \
+	    print(f"cpython-{sys.version_info.major}{sys.version_info.minor}-aarch64-linux-gnu")')"
+	PATH="$(BIN):$$PATH" cmake --build $(AARCH64) --parallel $(JOBS)
+	test -d $(AARCH64)/root || tests/native/aarch64_root.sh $(AARCH64)/root $(PYTHON)
+	@tar -c --exclude='*.so' --exclude=__pycache__ pyproject.toml tests cc $(PACKAGES) | tar -x -C $(AARCH64)/tree
+	cd $(AARCH64)/tree && root="$$(cd ../root && pwd)" && \
+	  PYTHONPATH="$$PWD:$$root/site:$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	  QEMU_LD_PREFIX="$$root" qemu-aarch64-static -cpu $(AARCH64_CPU) "$$root"/usr/bin/python3.[0-9]* -S \
+	  -m pytest -p no:cacheprovider -p no:hypothesispytest -p no:xdist $(AARCH64_TESTS) \
+	  -k "not (jax or xla or torch or runtime or stub or threads or forked)" $(ARGS)
+
 WHEEL_CUDA_ARCHS ?= $(if $(filter found,$(GROUPED_CUDA_ARCHS)),all,$(GROUPED_CUDA_ARCHS))
 wheel:
 	$(call need,$(WHEEL_PY) -c '$(HEADERS)',$(WHEEL_PY) with its headers is needed for the stable-ABI wheel; install it or name one: make wheel WHEEL_PY=python3.13)
@@ -171,6 +194,7 @@ test-hosts: native $(HOSTS)/.packages
 
 stub: native $(VENV)/.packages
 	$(PYTHON) -m nanobind.stubgen -q --exclude-values -m grouped_core._native -o grouped_core/_native.pyi
+	$(PYTHON) -m tests.native.schema_file
 
 sass: native
 	$(PYTHON) -m tests.native.sass > build/sass.txt && mv build/sass.txt tests/native/sass_sm90.txt

@@ -37,10 +37,13 @@ SHAPES = {  # tokens of a rank, hidden size, expert width, experts of a rank, ex
     "mixtral_8x7b": (8192, 4096, 14336, 4, 2),
     "deepseek_v3": (4096, 7168, 2048, 16, 8),
     "qwen3_30b_a3b": (8192, 2048, 768, 64, 8),
+    "olmoe_1b_7b": (8192, 2048, 1024, 32, 8),
 }
 SMALL = {"small": (256, 128, 128, 4, 2)}
 """On a CPU."""
 LOCAL_RANKS = 8
+LOCAL_OWN = {"olmoe_1b_7b": 8}
+"""Experts of a rank of `LOCAL_RANKS`, where the shape has more of them than the model."""
 
 
 def milliseconds(call: Callable[[], Any], rounds: int) -> float:
@@ -138,7 +141,9 @@ def spread(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> di
 
 def local(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     """Times of the parts of an exchange that run on a rank, of LOCAL_RANKS ranks, and of the layer of that rank."""
-    tokens, _, _, own, k = shape
+    own = LOCAL_OWN.get(name, shape[3])
+    shape = (*shape[:3], own, shape[4])
+    tokens, k = shape[0], shape[4]
     mesh = jax.sharding.Mesh(np.array(jax.devices(options.device)[:1]), ("expert",))
     p = operands(shape, mesh, 1)
     count = LOCAL_RANKS * own
@@ -148,7 +153,7 @@ def local(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> dic
     experts = jax.random.randint(jax.random.key(1), (tokens, k), 0, count, jnp.int32)
     weights = jnp.ones((tokens, k), jnp.float32)
 
-    def pack(x: Any, experts: Any, weights: Any) -> Any:
+    def pack(x: Any, weights: Any, experts: Any) -> Any:
         sent = exchange.send_order(RUN, op, experts, weights)
         return routing.gather(RUN, x, sent.source, k), sent.experts, sent.probs, sent.inverse
 
@@ -158,19 +163,20 @@ def local(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> dic
     many = options.steps
 
     def repeated(function: Callable[..., Any]) -> Callable[..., Any]:
+        # A call depends on the one before through its last operand, integers, which are copied; rows are not.
         def body(carry: Any, _: Any) -> tuple[Any, Any]:
             results = jax.lax.optimization_barrier(function(*carry))
-            first = jax.tree.leaves(results)[0]
-            return (carry[0] + first.reshape(-1)[:1].astype(carry[0].dtype) * 0, *carry[1:]), None
+            first = jax.tree.leaves(results)[0].reshape(-1)[:1]
+            return (*carry[:-1], carry[-1] + jnp.isnan(first).astype(jnp.int32)), None
 
-        return jax.jit(lambda *given: jax.lax.scan(body, given, None, length=many)[0][0])
+        return jax.jit(lambda *given: jax.lax.scan(body, given, None, length=many)[0][-1])
 
-    rows, _, _, inverse = jax.jit(pack)(p["x"], experts, weights)
+    rows, _, _, inverse = jax.jit(pack)(p["x"], weights, experts)
     nothing = repeated(lambda x, *_: x[:1, :1])
-    base = milliseconds(lambda: nothing(p["x"], experts, weights), options.rounds) / many
+    base = milliseconds(lambda: nothing(p["x"], weights, experts), options.rounds) / many
     found: dict[str, Any] = {"shape": name, "ranks": LOCAL_RANKS}
     packing = repeated(pack)
-    found["pack"] = milliseconds(lambda: packing(p["x"], experts, weights), options.rounds) / many - base
+    found["pack"] = milliseconds(lambda: packing(p["x"], weights, experts), options.rounds) / many - base
     unpacking = repeated(unpack)
     found["unpack"] = milliseconds(lambda: unpacking(rows, inverse), options.rounds) / many - base
     layer = step_of(lambda p: jax_grouped.moe(p["x"], p["router"], p["wi"], p["wo"], k), many)

@@ -24,13 +24,23 @@ def handlers() -> dict[str, dict[str, object]]:
 def kernels() -> dict[str, list[str]]:
     """Every call's kernels, best first."""
 
-def calls() -> dict[str, dict[str, list]]:
+def schema() -> dict[str, tuple[dict[str, str], dict[str, str], dict[str, int | float | str]]]:
     """
-    Every call's "inputs" and "outputs" [(name, optional)] in slot order, and "params" (names).
+    Every call's operands and results, name to words, and parameters, name to default, in order. The words are
+    those of cc/api/schema.h, behind "optional" where the slot may be absent.
     """
+
+def types() -> dict[str, tuple[str, ...]]:
+    """The sets of element types that the words of `schema` name."""
 
 def dtypes() -> list[str]:
     """Names of the element types, as NumPy and ml_dtypes spell them."""
+
+def cpu_threads() -> int:
+    """
+    Threads of the CPU kernels outside of JAX, which brings its own: one for each processor that affinity and
+    cgroup quotas let this process keep busy, found at the first use.
+    """
 
 def cpu_isa() -> str:
     """Instruction set that the CPU kernels use on this machine."""
@@ -116,9 +126,10 @@ def call(call_name: str, arch: str, implementation: str, inputs: Sequence[tuple[
 class Exchange:
     """Reads tensors of one type through DLPack's C exchange interface."""
 
-    def __init__(self, tensor_type: type, plain_subclass: type | None = None) -> None:
+    def __init__(self, tensor_type: type, plain_subclass: type | None = None, threads: Callable[[], int] | None = None) -> None:
         """
         `plain_subclass`: a subclass without a `__torch_dispatch__` of its own, recognised without asking for it.
+        `threads`: asked before each launch on the CPU, which then uses at most so many threads.
         Raises TypeError for a type that does not offer the interface.
         """
 

@@ -1,7 +1,7 @@
 """Native calls: the operands, parameters and results of each.
 
-A `Call` is made from shapes and dtypes only, at trace time. Its slots and parameters are those of cc/api/calls.h, in
-the same order; a test compares the two.
+A `Call` is made from shapes and dtypes only, at trace time. Its slots and parameters are those of cc/api/calls.h
+(`grouped_core/schema.py`), which give the specs of whatever its operands determine.
 
 Letters: G groups, M rows, K in, N out.
 """
@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 import ml_dtypes as ml_dtypes  # NumPy then knows the narrow types by name
 
 from grouped_core.activations import KINDS, Activation
-from grouped_core.formats import PARAMS, Format, padded_rows
+from grouped_core.formats import Format, padded_rows
 from grouped_core.recipes import Recipe
+from grouped_core.schema import RESULTS as RESULTS
+from grouped_core.schema import SLOTS as SLOTS
+from grouped_core.schema import Param, Slot, schema
 
 MAX_GROUPS = 65535
 MAX_ROWS = 2**31 - 1  # rows are addressed by int32 coordinates on the device
@@ -51,9 +54,6 @@ class QuantizedSpec(NamedTuple):
 
 OperandSpec = ArraySpec | QuantizedSpec
 """An operand of a product: its shape is the logical one in either case."""
-
-Param = int | float | str
-"""A static parameter of a call."""
 
 
 @dataclass(frozen=True)
@@ -89,135 +89,83 @@ class Call:
         return tuple(arrays.get(slot) for slot in slots)
 
 
-_SCALES = ("lhs_scales", "rhs_scales", "lhs_group_scales", "rhs_group_scales")
-_LOW = ("low_lhs", "low_rhs", "low_rhs_table")
-QUANTIZED = ("values", "scales", "group_scales", "cross_values", "cross_scales", "cross_group_scales")
+QUANTIZED = RESULTS["shard_cast"]
 """Results of `quantize`, in order: the form contracted along the last axis, then the form contracted along the axis
 before it."""
 
 _QUANTIZING = ("encode", "key", "into_amax")
 """Operands of quantising, besides its source."""
 
-_QUANTIZING_PARAMS = (*PARAMS, "stream")
+_QUANTIZING_PARAMS = tuple(schema("quantize").params)
 
-ACTIVATED = {f"activated_{name}": f"cross_{name}" for name in ("values", "scales", "group_scales")}
+ACTIVATED = {name: name.replace("activated_", "cross_") for name in RESULTS["grouped_matmul_dact"][-3:]}
 """Results that are the quantised form of the activated rows, and their names in `quantize`."""
 
-_ACTIVATED_PARAMS = tuple(name for name in _QUANTIZING_PARAMS if name not in ("block_outer", "stream"))
+_ACTIVATED_PARAMS = tuple(
+    name.removeprefix("activated_") for name in schema("grouped_matmul_dact").params if name.startswith("activated_")
+)
 
 FUSED = ("grouped_matmul_act", "grouped_matmul_dact")
 """Calls that fuse a product and an activation."""
 
-SLOTS: dict[str, tuple[str, ...]] = {
-    "grouped_matmul": (
-        "lhs",
-        "rhs",
-        "group_sizes",
-        "bias",
-        "row_scale",
-        "into",
-        "rhs_table",
-        "bias_table",
-        "into_table",
-        "rhs_up",
-        *_SCALES,
-        *_LOW,
-    ),
-    "group_sum": ("rows", "group_sizes", "row_scale"),
-    "row_dot": ("group_sizes", "lhs", "rhs", "group_lhs", "group_rhs", "group_rhs_table"),
-    "scale_rows": ("rows", "row_scale", "group_sizes", "into"),
-    "add_rows": ("rows", "group_sizes", "base", "key", "into"),
-    "grouped_matmul_act": (
-        *("lhs", "rhs", "group_sizes", "bias", "row_scale", "rhs_table", "bias_table", "rhs_up"),
-        *(*_SCALES, *_LOW, *_QUANTIZING),
-    ),
-    "grouped_matmul_dact": (
-        *("lhs", "rhs", "group_sizes", "hidden", "row_scale", "row_base", "rhs_table"),
-        *(*_SCALES, *_LOW, *_QUANTIZING, "activated_encode"),
-    ),
-    "activation": ("rows", "group_sizes", "row_scale"),
-    "activation_grad": ("grad", "rows", "group_sizes", "row_scale", "row_base"),
-    "quantize": (
-        *("source", "group_sizes", "source_table", *_QUANTIZING, "skip"),
-        *(f"into_{name}" for name in QUANTIZED),
-    ),
-    "dequantize": ("values", "group_sizes", "scales", "group_scales"),
-    "scale_update": ("scale", "history", "top", "into_new_scale", "into_new_history"),
-    "shard_amax": ("source", "source_table", "into_amax"),
-    "shard_cast": ("source", "source_table", "amax", "encode", "skip", *(f"into_{name}" for name in QUANTIZED)),
-    "jitter": ("logits", "key"),
-    "sinkhorn": ("logits", "mask"),
-    "router": ("logits", "bias", "mask", "given", "ranking"),
-    "router_sums": ("logits", "experts", "mask", "sequence_sizes"),
-    "router_grad": (
-        *("logits", "experts", "mask", "kept", "d_weights"),
-        *("sequence_sizes", "slopes", "z_slope", "d_losses"),
-    ),
-    "router_losses": ("prob_sums", "counts", "stat_sums", "dropped"),
-    "count_experts": ("experts", "sequence_sizes"),
-    "drop_slots": ("experts", "weights"),
-    "sort_slots": ("experts", "weights"),
-    "send_order": ("group_sizes", "source", "inverse", "weights"),
-    "pad_groups": ("group_sizes",),
-    "gather_rows": ("rows", "source", "weights"),
-    "combine_rows": ("rows", "inverse", "weights", "into"),
-    "combine_dot": ("rows", "grad", "inverse"),
-    "hash_experts": ("token_ids", "table"),
-    "bias_update": ("bias", "load"),
-    "margin_histogram": ("logits", "bias", "mask"),
-    "quantile_bias": ("counts",),
-    "split_parts": ("source",),
-    "sum_parts": ("source",),
-}
-"""Operand slots of every native call, in order."""
-
-_HIDDEN_GRADS = ("result", "activated", "row_sum")
-RESULTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("grouped_matmul", "group_sum", "row_dot", "scale_rows", "add_rows", "activation"), ("result",)),
-    "grouped_matmul_act": ("result", "hidden", *QUANTIZED, "amax"),
-    "grouped_matmul_dact": (*_HIDDEN_GRADS, *QUANTIZED, "amax", *ACTIVATED),
-    "activation_grad": _HIDDEN_GRADS,
-    "quantize": (*QUANTIZED, "amax"),
-    "dequantize": ("result",),
-    "scale_update": ("new_scale", "new_history"),
-    "shard_amax": ("amax",),
-    "shard_cast": QUANTIZED,
-    **dict.fromkeys(("jitter", "sinkhorn", "router_grad"), ("result",)),
-    "router": ("weights", "experts"),
-    "router_sums": ("prob_sums", "counts", "stat_sums"),
-    "router_losses": ("losses", "slopes", "z_slope", "lost", "overflow"),
-    "count_experts": ("counts",),
-    "drop_slots": ("kept", "kept_weights", "dropped"),
-    "sort_slots": ("group_sizes", "source", "inverse", "dropped", "row_weights"),
-    "send_order": ("kept_sizes", "sent", "experts", "places", "dropped", "row_weights"),
-    "pad_groups": ("padded_sizes", "source", "inverse"),
-    **dict.fromkeys(("gather_rows", "combine_rows", "combine_dot"), ("result",)),
-    "hash_experts": ("experts",),
-    "bias_update": ("result",),
-    "margin_histogram": ("counts",),
-    **dict.fromkeys(("quantile_bias", "split_parts", "sum_parts"), ("result",)),
-}
-"""Result slots of every native call, in order."""
+Given = ArraySpec | str | bool | None
+"""What the maker of a call says of a slot: its spec; its dtype, or True, where the rest follows from the schema and
+from the letters that other slots have; False or None: absent."""
 
 
 def new_call(
     name: str,
-    operands: Mapping[str, ArraySpec | None],
-    results: ArraySpec | Mapping[str, ArraySpec | None],
+    operands: Mapping[str, Given],
+    results: Given | Mapping[str, Given] = True,
     params: Mapping[str, Param] | None = None,
     implementation: str = "",
+    lengths: Mapping[str, int] | None = None,
 ) -> Call:
-    """The call `name` with specs of its operands and results by slot; a single spec is that of the only result."""
-    slots = SLOTS[name]
-    inputs = tuple(operands.get(slot) for slot in slots)
-    outputs = (results,) if isinstance(results, ArraySpec) else tuple(results.get(slot) for slot in RESULTS[name])
-    shared = {name: i for i, name in enumerate(RESULTS[name])}
+    """The call `name`.
+
+    Args:
+        operands: by slot; those without are absent.
+        results: by slot, or of the only result. Without an entry they are present unless they are optional.
+        lengths: of the letters that no operand has which is given as a spec.
+    """
+    known = schema(name)
+    given = dict(results) if isinstance(results, Mapping) else dict.fromkeys(known.outputs, results)
+    params = params or {}
+    for what, names, own in (
+        ("operands", operands, known.inputs),
+        ("results", given, known.outputs),
+        ("parameters", params, known.params),
+    ):
+        if unknown := names.keys() - own.keys():
+            raise KeyError(f"{name} has no {what} {sorted(unknown)}; it has {', '.join(own)}")
+    letters = dict(lengths or {})
+    for slot in known.inputs.values():
+        if isinstance(spec := operands.get(slot.name), ArraySpec):
+            letters |= {letter: length for letter, length in slot.lengths(spec.shape) if letter not in letters}
+    outputs = {
+        slot.name: _spec(slot, given.get(slot.name, not slot.optional), letters) for slot in known.outputs.values()
+    }
+    inputs = {
+        slot.name: outputs[slot.like]
+        if slot.like in outputs and operands.get(slot.name) is True
+        else _spec(slot, operands.get(slot.name), letters)
+        for slot in known.inputs.values()
+    }
+    shared = {slot: i for i, slot in enumerate(known.outputs)}
     aliases = tuple(
-        (at, 0 if slot == "into" else shared[slot.removeprefix("into_")])
-        for at, slot in enumerate(slots)
-        if slot.startswith("into") and slot != "into_table" and operands.get(slot) is not None
+        (at, shared[slot.like])
+        for at, slot in enumerate(known.inputs.values())
+        if slot.like in shared and inputs[slot.name] is not None
     )
-    return Call(name, inputs, outputs, tuple((params or {}).items()), aliases, _wishes(name, implementation))
+    ordered = tuple((param, params[param]) for param in known.params if param in params)
+    return Call(name, tuple(inputs.values()), tuple(outputs.values()), ordered, aliases, _wishes(name, implementation))
+
+
+def _spec(slot: Slot, given: Given, letters: Mapping[str, int]) -> ArraySpec | None:
+    """The spec of a slot that is `given`."""
+    if isinstance(given, ArraySpec) or given is None or given is False:
+        return given or None
+    return ArraySpec(slot.shape(letters), given if isinstance(given, str) else slot.dtype())
 
 
 def _wishes(name: str, implementation: str) -> str:
@@ -238,9 +186,9 @@ def _wishes(name: str, implementation: str) -> str:
     return ",".join(wishes)
 
 
-def _operands(lhs: OperandSpec, rhs: OperandSpec) -> dict[str, ArraySpec | None]:
+def _operands(lhs: OperandSpec, rhs: OperandSpec) -> dict[str, Given]:
     """The slots of a product's two operands."""
-    slots: dict[str, ArraySpec | None] = {}
+    slots: dict[str, Given] = {}
     for name, operand in (("lhs", lhs), ("rhs", rhs)):
         quantized = isinstance(operand, QuantizedSpec)
         slots[name] = operand.values if quantized else operand
@@ -263,12 +211,11 @@ class LowRank(NamedTuple):
     table: bool = False
 
 
-def _low_rank(low: LowRank | None, groups: int) -> tuple[dict[str, ArraySpec | None], dict[str, Param]]:
+def _low_rank(low: LowRank | None) -> tuple[dict[str, Given], dict[str, Param]]:
     """Operands and parameters of a low-rank product, if it is given."""
     if low is None:
         return {}, {"low_rhs_axis": 1}
-    table = ArraySpec((groups,), "int64") if low.table else None
-    return {"low_lhs": low.rows, "low_rhs": low.weight, "low_rhs_table": table}, {"low_rhs_axis": low.axis}
+    return {"low_lhs": low.rows, "low_rhs": low.weight, "low_rhs_table": low.table}, {"low_rhs_axis": low.axis}
 
 
 def _quantized_axis(rhs: OperandSpec, axis: int) -> int:
@@ -337,19 +284,18 @@ def grouped_matmul(
         shape: tuple[int, ...] = (groups, a, b)
     else:
         shape = (lhs.shape[0], rhs.shape[3 - axes[1]] * (2 if result_half else 1))
-    table = ArraySpec((groups,), "int64")
     operands = {
         **_operands(lhs, rhs),
         "group_sizes": group_sizes,
         "bias": bias,
         "row_scale": row_scale,
         "into": into,
-        "rhs_table": table if tables[0] else None,
-        "bias_table": table if tables[1] else None,
-        "into_table": table if tables[2] else None,
+        "rhs_table": tables[0],
+        "bias_table": tables[1],
+        "into_table": tables[2],
         "rhs_up": rhs_up,
     }
-    added = _low_rank(low, groups)
+    added = _low_rank(low)
     params: dict[str, Param] = {
         "contract_rows": int(axes[0] == 0),
         "rhs_axis": _quantized_axis(rhs, axes[1]),
@@ -372,8 +318,7 @@ def grouped_matmul(
 @lru_cache(maxsize=1024)
 def group_sum(rows: ArraySpec, group_sizes: ArraySpec, result_dtype: str, row_scale: ArraySpec | None = None) -> Call:
     """[G, N] = sums of the (scaled) rows [M, N] of each group."""
-    result = ArraySpec((group_sizes.shape[0], rows.shape[1]), result_dtype)
-    return new_call("group_sum", {"rows": rows, "group_sizes": group_sizes, "row_scale": row_scale}, result)
+    return new_call("group_sum", {"rows": rows, "group_sizes": group_sizes, "row_scale": row_scale}, result_dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -385,14 +330,17 @@ def row_dot(
     table: bool = False,
 ) -> Call:
     """[M] float32 = <lhs[r], rhs[r]> + <group_lhs[r], group_rhs[g(r)]>; `table`: group_rhs is a table of addresses."""
-    operands: dict[str, ArraySpec | None] = {"group_sizes": group_sizes}
-    if pair:
-        operands.update(lhs=pair[0], rhs=pair[1])
-    if group_pair:
-        operands.update(group_lhs=group_pair[0], group_rhs=group_pair[1])
-    if table:
-        operands["group_rhs_table"] = ArraySpec(group_sizes.shape, "int64")
-    return new_call("row_dot", operands, ArraySpec((rows,), "float32"))
+    lhs, rhs = pair or (None, None)
+    group_lhs, group_rhs = group_pair or (None, None)
+    operands = {
+        "group_sizes": group_sizes,
+        "lhs": lhs,
+        "rhs": rhs,
+        "group_lhs": group_lhs,
+        "group_rhs": group_rhs,
+        "group_rhs_table": table,
+    }
+    return new_call("row_dot", operands, lengths={"M": rows})
 
 
 @lru_cache(maxsize=1024)
@@ -401,7 +349,7 @@ def scale_rows(
 ) -> Call:
     """[M, N] = row_scale[r] * rows[r]."""
     operands = {"rows": rows, "row_scale": row_scale, "group_sizes": group_sizes, "into": into}
-    return new_call("scale_rows", operands, ArraySpec(rows.shape, result_dtype))
+    return new_call("scale_rows", operands, result_dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -420,10 +368,9 @@ def add_rows(
 
     `stream`: number of the mask among those of one key.
     """
-    key = ArraySpec((2,), "uint32") if rate else None
-    operands = {"rows": rows, "group_sizes": group_sizes, "base": base, "key": key, "into": into}
+    operands = {"rows": rows, "group_sizes": group_sizes, "base": base, "key": bool(rate), "into": into}
     params: dict[str, Param] = {"factor": float(factor), "rate": float(rate), "stream": stream}
-    return new_call("add_rows", operands, ArraySpec(rows.shape, result_dtype), params)
+    return new_call("add_rows", operands, result_dtype, params)
 
 
 def _activation_params(activation: Activation, width: int) -> dict[str, Param]:
@@ -465,19 +412,14 @@ class QuantizedResult(NamedTuple):
     key: bool = False
     stream: int = 0
 
-    def operands(self, groups: int) -> dict[str, ArraySpec | None]:
+    def operands(self) -> dict[str, Given]:
         """The slots that quantizing adds."""
-        per_group = ArraySpec((groups,), "float32")
-        return {
-            "encode": per_group if self.encode else None,
-            "key": ArraySpec((2,), "uint32") if self.key else None,
-            "into_amax": per_group if self.merge else None,
-        }
+        return {"encode": self.encode, "key": self.key, "into_amax": self.merge}
 
-    def results(self, source: ArraySpec, groups: int) -> dict[str, ArraySpec | None]:
+    def results(self, source: ArraySpec, groups: int) -> dict[str, Given]:
         """The results that quantizing `source` adds."""
         last = len(source.shape) - 1
-        found: dict[str, ArraySpec | None] = {"amax": ArraySpec((groups,), "float32") if self.amax else None}
+        found: dict[str, Given] = {"amax": self.amax}
         for prefix, wanted, axis in (("", self.forms[0], last), ("cross_", self.forms[1], last - 1)):
             if wanted:
                 spec = spec_in_format(self.format, source.shape, axis, source.dtype, groups)
@@ -499,7 +441,7 @@ def _quantized_activated(quantized: QuantizedResult | None, rows: ArraySpec, gro
         return {}, {}, {}
     made, params = quantized.results(rows, groups), quantized.params()
     return (
-        {"activated_encode": quantized.operands(groups)["encode"]},
+        {"activated_encode": quantized.encode},
         {name: made.get(own) for name, own in ACTIVATED.items()},
         {f"activated_{name}": params[name] for name in _ACTIVATED_PARAMS},
     )
@@ -509,7 +451,7 @@ def _quantized_result(quantized: QuantizedResult | None, source: ArraySpec, grou
     """Operands, results and parameters that `quantized` adds, if it is given."""
     if quantized is None:
         return {}, {}, {}
-    return quantized.operands(groups), quantized.results(source, groups), quantized.params()
+    return quantized.operands(), quantized.results(source, groups), quantized.params()
 
 
 @lru_cache(maxsize=1024)
@@ -544,38 +486,35 @@ def grouped_matmul_act(
     to their sums.
     """
     wide = rhs.shape[3 - rhs_axis] * (2 if rhs_up is not None else 1)
-    table = ArraySpec(group_sizes.shape, "int64")
     operands = {
         **_operands(lhs, rhs),
         "group_sizes": group_sizes,
         "bias": bias,
         "row_scale": row_scale,
-        "rhs_table": table if tables[0] else None,
-        "bias_table": table if tables[1] else None,
+        "rhs_table": tables[0],
+        "bias_table": tables[1],
         "rhs_up": rhs_up,
     }
     width = wide // 2 if activation.gated else wide
     rows = (lhs.shape[0], width)
     added = _quantized_result(quantized, ArraySpec(rows, lhs.dtype), group_sizes.shape[0])
     results = {
-        "result": ArraySpec(rows, result_dtype) if quantized is None else None,
-        "hidden": ArraySpec((lhs.shape[0], wide), lhs.dtype) if hidden else None,
+        "result": result_dtype if quantized is None else None,
+        "hidden": lhs.dtype if hidden else None,
         **added[1],
     }
     axis = _quantized_axis(rhs, rhs_axis)
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
-    of_low = _low_rank(low, group_sizes.shape[0])
+    of_low = _low_rank(low)
     params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint) | of_low[1]
     params |= {"compute": lhs.dtype, **added[2]}
-    return new_call("grouped_matmul_act", operands | of_low[0] | added[0], results, params, implementation)
+    operands |= of_low[0] | added[0]
+    return new_call("grouped_matmul_act", operands, results, params, implementation, {"W": wide, "F": width})
 
 
-def _hidden_grads(
-    hidden: ArraySpec, width: int, dtype: str, wanted: tuple[bool, bool, bool]
-) -> dict[str, ArraySpec | None]:
-    rows = hidden.shape[0]
-    specs = (ArraySpec(hidden.shape, dtype), ArraySpec((rows, width), dtype), ArraySpec((rows,), "float32"))
-    return {name: spec if want else None for name, spec, want in zip(_HIDDEN_GRADS, specs, wanted, strict=True)}
+def _hidden_grads(dtype: str, wanted: tuple[bool, bool, bool]) -> dict[str, Given]:
+    """The results of gradients at the hidden rows, of `dtype` where they are not sums."""
+    return dict(zip(RESULTS["activation_grad"], (wanted[0] and dtype, wanted[1] and dtype, wanted[2]), strict=True))
 
 
 @lru_cache(maxsize=1024)
@@ -616,22 +555,22 @@ def grouped_matmul_dact(
         "hidden": hidden,
         "row_scale": row_scale,
         "row_base": row_base,
-        "rhs_table": ArraySpec(group_sizes.shape, "int64") if table else None,
+        "rhs_table": table,
     }
     width = rhs.shape[3 - rhs_axis]
     axis = _quantized_axis(rhs, rhs_axis)
     params = {"rhs_axis": axis, **_activation_params(activation, width), "zero_tail": int(zero_tail)}
-    of_low = _low_rank(low, group_sizes.shape[0])
+    of_low = _low_rank(low)
     params |= _product_params(lhs, rhs, recipe, aligned_tables, rows_hint) | of_low[1]
     operands |= of_low[0]
-    results = _hidden_grads(hidden, width, result_dtype, wanted)
+    results = _hidden_grads(result_dtype, wanted)
     groups, rows = group_sizes.shape[0], ArraySpec((hidden.shape[0], width), hidden.dtype)
     for added in (
         _quantized_result(quantized, hidden, groups),
         _quantized_activated(quantized_activated, rows, groups),
     ):
         operands, results, params = operands | added[0], results | added[1], params | added[2]
-    return new_call("grouped_matmul_dact", operands, results, params, implementation)
+    return new_call("grouped_matmul_dact", operands, results, params, implementation, {"F": width})
 
 
 @lru_cache(maxsize=1024)
@@ -648,7 +587,7 @@ def activation(
     operands = {"rows": rows, "group_sizes": group_sizes, "row_scale": row_scale}
     width = rows.shape[1] // 2 if activation.gated else rows.shape[1]
     params = {**_activation_params(activation, width), "zero_tail": int(zero_tail)}
-    return new_call("activation", operands, ArraySpec((rows.shape[0], width), result_dtype), params)
+    return new_call("activation", operands, result_dtype, params, lengths={"F": width})
 
 
 @lru_cache(maxsize=1024)
@@ -673,7 +612,7 @@ def activation_grad(
         "row_base": row_base,
     }
     params = {**_activation_params(activation, grad.shape[1]), "zero_tail": int(zero_tail)}
-    return new_call("activation_grad", operands, _hidden_grads(rows, grad.shape[1], result_dtype, wanted), params)
+    return new_call("activation_grad", operands, _hidden_grads(result_dtype, wanted), params)
 
 
 def spec_in_format(format: Format, shape: tuple[int, ...], axis: int, dtype: str, groups: int = 1) -> QuantizedSpec:
@@ -748,13 +687,13 @@ def quantize(
     operands = {
         "source": source,
         "group_sizes": group_sizes,
-        "source_table": ArraySpec((groups,), "int64") if table else None,
-        **quantized.operands(groups),
-        "skip": ArraySpec((1,), "int32") if skip else None,
+        "source_table": table,
+        **quantized.operands(),
+        "skip": skip,
     }
     if reuse:
         operands |= {f"into_{name}": results.get(name) for name in QUANTIZED}
-    return new_call("quantize", operands, results, quantized.params())
+    return new_call("quantize", operands, results, quantized.params(), lengths={"G": groups})
 
 
 class QuantizedParts(NamedTuple):
@@ -815,11 +754,9 @@ def dequantize(q: QuantizedSpec, group_sizes: ArraySpec | None, result_dtype: st
 @lru_cache(maxsize=64)
 def scale_update(scale: ArraySpec, history: ArraySpec, algorithm: str, *, reuse: bool = False) -> Call:
     """Scales [R, G] and amax history [R, L, G] of R operand roles after one step of delayed scaling."""
-    top = ArraySpec(scale.shape[:1], "float32")
-    operands: dict[str, ArraySpec | None] = {"scale": scale, "history": history, "top": top}
-    if reuse:
-        operands |= {"into_new_scale": scale, "into_new_history": history}
-    return new_call("scale_update", operands, {"new_scale": scale, "new_history": history}, {"algorithm": algorithm})
+    operands: dict[str, Given] = {"scale": scale, "history": history, "top": True}
+    operands |= {"into_new_scale": reuse, "into_new_history": reuse}
+    return new_call("scale_update", operands, params={"algorithm": algorithm})
 
 
 def shard_slots(shape: tuple[int, ...], format: Format) -> int:
@@ -831,16 +768,12 @@ def shard_slots(shape: tuple[int, ...], format: Format) -> int:
     return 1 + along_b + (0 if format.square else b * -(-a // format.block))
 
 
-def _shard_operands(source: ArraySpec) -> dict[str, ArraySpec | None]:
-    return {"source": source, "source_table": ArraySpec((3, source.shape[0]), "int64")}
-
-
 @lru_cache(maxsize=256)
 def shard_amax(source: ArraySpec, format: Format) -> Call:
     """int32 [G, S]: the bits of the amaxes over this rank's elements of weights [G, A, B], updated in place."""
-    amax = ArraySpec((source.shape[0], shard_slots(source.shape, format)), "int32")
+    operands: dict[str, Given] = {"source": source, "source_table": True, "into_amax": True}
     params: dict[str, Param] = {"block": format.block, "block_outer": format.block_outer}
-    return new_call("shard_amax", {**_shard_operands(source), "into_amax": amax}, {"amax": amax}, params)
+    return new_call("shard_amax", operands, True, params, lengths={"L": shard_slots(source.shape, format)})
 
 
 @lru_cache(maxsize=256)
@@ -852,18 +785,19 @@ def shard_cast(
     Args:
         forms, encode, skip: as in `quantize`.
     """
-    groups = source.shape[0]
     whole = quantize(source, format, forms, None)
     results = {name: spec for name, spec in zip(RESULTS["quantize"], whole.outputs, strict=True) if name in QUANTIZED}
     operands = {
-        **_shard_operands(source),
-        "amax": ArraySpec((groups, shard_slots(source.shape, format)), "int32"),
-        "encode": ArraySpec((groups,), "float32") if encode else None,
-        "skip": ArraySpec((1,), "int32") if skip else None,
+        "source": source,
+        "source_table": True,
+        "amax": True,
+        "encode": encode,
+        "skip": skip,
         **{f"into_{name}": spec for name, spec in results.items()},
     }
-    wanted = ("rule", "block", "block_outer", "pow2", "eps", "starts_at_one")
-    return new_call("shard_cast", operands, results, {name: value for name, value in whole.params if name in wanted})
+    params = {name: value for name, value in whole.params if name in schema("shard_cast").params}
+    lengths = {"L": shard_slots(source.shape, format)}
+    return new_call("shard_cast", operands, results, params, lengths=lengths)
 
 
 def spec_of(array: Any) -> ArraySpec:

@@ -124,7 +124,7 @@ def format_sent(function: str, send: str | None, recipe: Recipe | BoundRecipe | 
         recipe = recipe.recipe
     if send == "tokens":
         return None
-    fmt = None if recipe is None else recipe.forward[0]
+    fmt = recipe.forward[0] if isinstance(recipe, Recipe) else None  # the experts refuse what is none
     if fmt is not None and fmt.by_row:
         return fmt
     if send is None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from grouped_core.calls import ArraySpec, Call, Param, new_call
+from grouped_core.calls import ArraySpec, Call, Given, new_call
+from grouped_core.schema import Param
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 """What scores may be made of logits."""
@@ -48,19 +49,10 @@ class GroupLimit(NamedTuple):
     group_topk: int = 1
 
 
-def _floats(*shape: int) -> ArraySpec:
-    return ArraySpec(shape, "float32")
-
-
-def _integers(*shape: int) -> ArraySpec:
-    return ArraySpec(shape, "int32")
-
-
 @lru_cache(maxsize=1024)
 def jitter(logits: ArraySpec, eps: float) -> Call:
     """[T, E] = logits times random factors of 1 - eps to 1 + eps; the gradient is the same call."""
-    operands = {"logits": logits, "key": ArraySpec((2,), "uint32")}
-    return new_call("jitter", operands, _floats(*logits.shape), {"eps": float(eps)})
+    return new_call("jitter", {"logits": logits, "key": True}, params={"eps": float(eps)})
 
 
 @lru_cache(maxsize=1024)
@@ -77,15 +69,14 @@ def split_parts(source: ArraySpec, axis: int, order: str) -> Call:
 def sum_parts(source: ArraySpec, axis: int, count: int) -> Call:
     """The sum of `count` equal parts of a float32 array along `axis`, from the last one to the first."""
     shape = source.shape
-    result = _floats(*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
+    result = ArraySpec((*shape[:axis], shape[axis] // count, *shape[axis + 1 :]), "float32")
     return new_call("sum_parts", {"source": source}, result, {"axis": axis, "count": count})
 
 
 @lru_cache(maxsize=1024)
 def sinkhorn(logits: ArraySpec, iterations: int, mask: ArraySpec | None = None) -> Call:
     """[T, E] = exp(logits) with rows and columns scaled in turns, so that experts get equal shares."""
-    operands = {"logits": logits, "mask": mask}
-    return new_call("sinkhorn", operands, _floats(*logits.shape), {"iterations": iterations})
+    return new_call("sinkhorn", {"logits": logits, "mask": mask}, params={"iterations": iterations})
 
 
 @lru_cache(maxsize=1024)
@@ -101,10 +92,8 @@ def router(
     ranking: ArraySpec | None = None,
 ) -> Call:
     """Weights and experts [T, k] of each token."""
-    tokens = logits.shape[0]
     operands = {"logits": logits, "bias": bias, "mask": mask, "given": given, "ranking": ranking}
-    results: dict[str, ArraySpec | None] = {"weights": _floats(tokens, k), "experts": _integers(tokens, k)}
-    return new_call("router", operands, results, scores.params() | limit._asdict())
+    return new_call("router", operands, params=scores.params() | limit._asdict(), lengths={"k": k})
 
 
 @lru_cache(maxsize=1024)
@@ -114,14 +103,8 @@ def router_sums(
     """Sums over the tokens of each sequence: normalised scores [S, E], slots [S, E], and squared logsumexp, entropy and
     the number of tokens [S, 3].
     """
-    shape = (sequence_sizes.shape[0], logits.shape[1])
     operands = {"logits": logits, "experts": experts, "mask": mask, "sequence_sizes": sequence_sizes}
-    results: dict[str, ArraySpec | None] = {
-        "prob_sums": _floats(*shape),
-        "counts": _integers(*shape),
-        "stat_sums": _floats(shape[0], 3),
-    }
-    return new_call("router_sums", operands, results, {"score": score})
+    return new_call("router_sums", operands, params={"score": score})
 
 
 @lru_cache(maxsize=1024)
@@ -136,15 +119,16 @@ def router_grad(
     sequence_sizes: ArraySpec | None = None,
 ) -> Call:
     """[T, E]: the gradient of the logits, of the weights and, with sequences, of the losses."""
-    tokens, experts = logits.shape
-    operands: dict[str, ArraySpec | None] = {"logits": logits, "experts": _integers(tokens, k), "mask": mask}
-    operands["kept"] = kept
-    if weights:
-        operands["d_weights"] = _floats(tokens, k)
-    if sequence_sizes is not None:
-        slopes = _floats(sequence_sizes.shape[0], experts)
-        operands |= {"sequence_sizes": sequence_sizes, "slopes": slopes, "z_slope": _floats(1), "d_losses": _floats(2)}
-    return new_call("router_grad", operands, _floats(tokens, experts), scores.params())
+    operands: dict[str, Given] = {
+        "logits": logits,
+        "experts": True,
+        "mask": mask,
+        "kept": kept,
+        "d_weights": weights,
+        "sequence_sizes": sequence_sizes,
+        **dict.fromkeys(("slopes", "z_slope", "d_losses"), sequence_sizes is not None),
+    }
+    return new_call("router_grad", operands, params=scores.params(), lengths={"k": k})
 
 
 @lru_cache(maxsize=1024)
@@ -152,38 +136,23 @@ def router_losses(prob_sums: ArraySpec, slots: int, aux_coeff: float, z_coeff: f
     """Losses [3] (auxiliary, z, entropy), slopes [S, E] and z_slope [1] from sums over sequences; and how many slots
     were dropped, int32 [1], 0 without `dropped`, and whether any was, uint8 [1].
     """
-    sequences, experts = prob_sums.shape
-    operands = {
-        "prob_sums": prob_sums,
-        "counts": _integers(sequences, experts),
-        "stat_sums": _floats(sequences, 3),
-        "dropped": _integers(1) if dropped else None,
-    }
-    results: dict[str, ArraySpec | None] = {
-        "losses": _floats(3),
-        "slopes": prob_sums,
-        "z_slope": _floats(1),
-        "lost": _integers(1),
-        "overflow": ArraySpec((1,), "uint8"),
-    }
+    operands = {"prob_sums": prob_sums, "counts": True, "stat_sums": True, "dropped": dropped}
     params: dict[str, Param] = {"slots": slots, "aux_coeff": float(aux_coeff), "z_coeff": float(z_coeff)}
-    return new_call("router_losses", operands, results, params)
+    return new_call("router_losses", operands, params=params)
 
 
 @lru_cache(maxsize=1024)
 def count_experts(experts: ArraySpec, sequence_sizes: ArraySpec, num_experts: int) -> Call:
     """[S, E]: slots per sequence and expert."""
     operands = {"experts": experts, "sequence_sizes": sequence_sizes}
-    return new_call("count_experts", operands, _integers(sequence_sizes.shape[0], num_experts))
+    return new_call("count_experts", operands, lengths={"G": num_experts})
 
 
 @lru_cache(maxsize=1024)
 def drop_slots(experts: ArraySpec, num_experts: int, capacity: int, *, by_weight: bool) -> Call:
     """Experts and weights [T, k], -1 and 0 for slots beyond the capacity of their expert, and how many."""
-    weights = _floats(*experts.shape)
-    results: dict[str, ArraySpec | None] = {"kept": experts, "kept_weights": weights, "dropped": _integers(1)}
     params: dict[str, Param] = {"num_experts": num_experts, "capacity": capacity, "by_weight": int(by_weight)}
-    return new_call("drop_slots", {"experts": experts, "weights": weights}, results, params)
+    return new_call("drop_slots", {"experts": experts, "weights": True}, params=params)
 
 
 @lru_cache(maxsize=1024)
@@ -191,15 +160,8 @@ def sort_slots(experts: ArraySpec, num_groups: int, rows: int, align: int, *, we
     """Group sizes [G], slot of each row [M], row of each slot [T, k], the number of slots without a row [1], and with
     `weights` the weight of each row [M].
     """
-    results: dict[str, ArraySpec | None] = {
-        "group_sizes": _integers(num_groups),
-        "source": _integers(rows),
-        "inverse": experts,
-        "dropped": _integers(1),
-        "row_weights": _floats(rows) if weights else None,
-    }
-    operands = {"experts": experts, "weights": _floats(*experts.shape) if weights else None}
-    return new_call("sort_slots", operands, results, {"align": align})
+    operands, lengths = {"experts": experts, "weights": weights}, {"G": num_groups, "M": rows}
+    return new_call("sort_slots", operands, {"row_weights": weights}, {"align": align}, lengths=lengths)
 
 
 @lru_cache(maxsize=1024)
@@ -210,30 +172,17 @@ def send_order(
     place [E], slot and expert of each place [P B], place of each slot [T, k], the number of slots with a row and
     without a place [1], and with `weights` the weight of each place [P B].
     """
-    places = _integers(ranks * budget)
-    results: dict[str, ArraySpec | None] = {
-        "kept_sizes": group_sizes,
-        "sent": places,
-        "experts": places,
-        "places": inverse,
-        "dropped": _integers(1),
-        "row_weights": _floats(ranks * budget) if weights else None,
-    }
-    operands = {"group_sizes": group_sizes, "source": source, "inverse": inverse}
-    given = {"weights": _floats(*inverse.shape) if weights else None}
-    return new_call("send_order", {**operands, **given}, results, {"ranks": ranks})
+    operands = {"group_sizes": group_sizes, "source": source, "inverse": inverse, "weights": weights}
+    places = {"P": ranks * budget}
+    return new_call("send_order", operands, {"row_weights": weights}, {"ranks": ranks}, lengths=places)
 
 
 @lru_cache(maxsize=1024)
 def pad_groups(group_sizes: ArraySpec, rows: int, align: int) -> Call:
     """Padded sizes [G], the row in each padded row [P], and the place of each row [M]."""
     padded = -(-(rows + group_sizes.shape[0] * (align - 1)) // align) * align
-    results: dict[str, ArraySpec | None] = {
-        "padded_sizes": group_sizes,
-        "source": _integers(padded),
-        "inverse": _integers(rows),
-    }
-    return new_call("pad_groups", {"group_sizes": group_sizes}, results, {"align": align})
+    lengths = {"P": padded, "M": rows}
+    return new_call("pad_groups", {"group_sizes": group_sizes}, params={"align": align}, lengths=lengths)
 
 
 @lru_cache(maxsize=1024)
@@ -254,27 +203,26 @@ def combine_rows(
     rows: ArraySpec, inverse: ArraySpec, dtype: str, weights: ArraySpec | None = None, into: ArraySpec | None = None
 ) -> Call:
     """[T, H]: the sum of the (weighted) rows of each token's slots, in fp32, rounded once."""
-    result = ArraySpec((inverse.shape[0], rows.shape[1]), dtype)
-    return new_call("combine_rows", {"rows": rows, "inverse": inverse, "weights": weights, "into": into}, result)
+    return new_call("combine_rows", {"rows": rows, "inverse": inverse, "weights": weights, "into": into}, dtype)
 
 
 @lru_cache(maxsize=1024)
 def combine_dot(rows: ArraySpec, grad: ArraySpec, inverse: ArraySpec) -> Call:
     """[T, k] float32 = <rows[inverse], grad>: the gradient of the weights of `combine_rows`."""
-    return new_call("combine_dot", {"rows": rows, "grad": grad, "inverse": inverse}, _floats(*inverse.shape))
+    return new_call("combine_dot", {"rows": rows, "grad": grad, "inverse": inverse})
 
 
 @lru_cache(maxsize=1024)
 def hash_experts(token_ids: ArraySpec, k: int, num_experts: int, table: ArraySpec | None = None) -> Call:
     """[T, k]: k distinct experts that depend on the id of the token alone, or those of its row of the table."""
     operands = {"token_ids": token_ids, "table": table}
-    return new_call("hash_experts", operands, _integers(token_ids.shape[0], k), {"num_experts": num_experts})
+    return new_call("hash_experts", operands, params={"num_experts": num_experts}, lengths={"k": k})
 
 
 @lru_cache(maxsize=1024)
 def bias_update(bias: ArraySpec, rate: float) -> Call:
     """[E] = bias + rate * sign(mean load - load)."""
-    return new_call("bias_update", {"bias": bias, "load": _integers(*bias.shape)}, bias, {"rate": float(rate)})
+    return new_call("bias_update", {"bias": bias, "load": True}, params={"rate": float(rate)})
 
 
 @lru_cache(maxsize=1024)
@@ -282,14 +230,13 @@ def margin_histogram(
     logits: ArraySpec, k: int, score: str, bins: int, low: float, high: float, mask: ArraySpec | None = None
 ) -> Call:
     """[E, bins]: tokens per expert whose margin lies in each bin of [low, high)."""
-    experts = logits.shape[1]
-    operands = {"logits": logits, "bias": _floats(experts), "mask": mask}
+    operands = {"logits": logits, "bias": True, "mask": mask}
     params: dict[str, Param] = {"slots": k, "score": score, "low": float(low), "high": float(high)}
-    return new_call("margin_histogram", operands, _integers(experts, bins), params)
+    return new_call("margin_histogram", operands, params=params, lengths={"bins": bins})
 
 
 @lru_cache(maxsize=1024)
 def quantile_bias(counts: ArraySpec, k: int, low: float, high: float) -> Call:
     """[E]: the upper edge of the first bin that reaches k / E of an expert's counts, minus the mean over experts."""
     params: dict[str, Param] = {"slots": k, "low": float(low), "high": float(high)}
-    return new_call("quantile_bias", {"counts": counts}, _floats(counts.shape[0]), params)
+    return new_call("quantile_bias", {"counts": counts}, params=params)

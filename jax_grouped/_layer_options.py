@@ -81,11 +81,8 @@ def router_options(layer: Any) -> dict[str, Any]:
     return options | {"jitter": 0.0} if layer.deterministic else options
 
 
-def check_moe(layer: Any, lora_rank: int | None) -> None:
+def check_moe(layer: Any) -> None:
     """Refuses sizes and options of a MoE layer that are out of range.
-
-    Args:
-        lora_rank: of its adapters.
 
     Raises:
         TypeError: a size is not an integer. ValueError: a size or an option is out of range, or two contradict.
@@ -98,11 +95,6 @@ def check_moe(layer: Any, lora_rank: int | None) -> None:
         )
     router_option(experts, chosen, **{name: getattr(layer, name) for name in ROUTER if name != "axis_name"})
     _check_parallel(layer)
-    if layer.mesh_axes is not None and lora_rank is not None:
-        raise ValueError(
-            f"`lora_rank` of MoE: {lora_rank} beside `mesh_axes`, expected None, because `parallel.moe` takes no "
-            "adapters; leave one of them out."
-        )
     if layer.shared_dim is not None:
         check_positive("MoE", shared_dim=layer.shared_dim)
     elif layer.shared_gate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grouped_core import activations
+from grouped_core import activations, lora, lora_mlp
 from grouped_core.exchange import format_sent, own_experts
 from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Mlp, MlpNames, check_ranks
@@ -31,12 +31,35 @@ def check_moe(plan: Plan, arrays: Mapping[str, Any]) -> None:
     if routing.get("axis_name") is not None:
         raise _wrong("axis_name", repr(routing["axis_name"]), "None", "losses are of all tokens that `axes` split")
     format_sent(FUNCTION, plan.send, recipe)
+    _check_adapters(plan, arrays)
     if plan.transport == "ring":
         _check_ring(plan, arrays, recipe)
     if plan.fsdp:
         _check_fsdp(plan, arrays)
     if plan.axes.tensor is not None:
         _check_tensor(plan, arrays)
+
+
+def _check_adapters(plan: Plan, arrays: Mapping[str, Any]) -> None:
+    if "lora_wgrad_accum" in dict(plan.routing):
+        raise _wrong("lora_wgrad_accum", "given", "None", "gradients of adapters are added by JAX")
+    adapted = [("lora", arrays["lora"])] if "lora" in arrays else []
+    shared = arrays.get("shared")
+    adapted += [("shared.lora", shared.lora)] if shared is not None and shared.lora is not None else []
+    if not adapted:
+        lora.check_absent(plan.lora_scaling, plan.lora_dropout, arrays.get("lora_key"), None)
+        return
+    name = adapted[0][0]
+    if plan.axes.tensor is not None:
+        raise _wrong(name, "given with a tensor axis", "None", "adapters are split by experts alone; leave it out")
+    if plan.fsdp:
+        raise _wrong(name, "given with fsdp=True", "None", "adapters are not gathered; leave one of them out")
+    if plan.transport == "ring":
+        raise _wrong(name, "given with transport 'ring'", "None", "use another transport")
+    if plan.send == "codes" and "lora" in arrays:
+        raise _wrong("send", "'codes' beside `lora`", "None or 'tokens'", "adapters read tokens")
+    for _, pairs in adapted:
+        lora_mlp.option(pairs, plan.lora_scaling, plan.lora_dropout, arrays.get("lora_key"))
 
 
 def _check_ring(plan: Plan, arrays: Mapping[str, Any], recipe: Any) -> None:

@@ -24,7 +24,7 @@ from jax_grouped._exchange import back, in_a_ring, rounded_once, there
 from jax_grouped._mesh import MeshAxes, members, sum_over
 from jax_grouped._nodes import value_of
 from jax_grouped._router_product import router_logits
-from jax_grouped.moe import SharedExpert, of_shared
+from jax_grouped.moe import SharedExpert, key_of_shared, of_shared
 from jax_grouped.quantize import StraightThrough
 from jax_grouped.routed import routed_mlp
 
@@ -50,6 +50,8 @@ class Plan:
     residuals: str | Residuals
     wgrad_dtype: str | None
     implementation: str | Sequence[str] | None
+    lora_scaling: float
+    lora_dropout: float
     routing: tuple[tuple[str, Any], ...]
     mesh: Any = None
     check_vma: bool = True
@@ -61,6 +63,7 @@ def local_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
     x, router, shared = given.pop("x"), given.pop("router"), given.pop("shared", None)
     wi, wo, accum, recipe = (given.pop(name, None) for name in ("wi", "wo", "wgrad_accum", "recipe"))
     biases = {name: given.pop(name, None) for name in ("wi_bias", "wo_bias")}
+    lora, lora_key = given.pop("lora", None), given.pop("lora_key", None)
     if plan.fsdp:
         wi, wo = _gathered(plan, wi, 0), _gathered(plan, wo, 1)
         if shared is not None:
@@ -78,8 +81,14 @@ def local_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
         "implementation": plan.implementation,
     }
     of_experts = {**biases, "recipe": _own_key(recipe, axes), "wgrad_accum": accum, "wgrad_dtype": plan.wgrad_dtype}
+    own = None if lora_key is None else _own_words(lora_key, axes.names)
+    of_lora = {"lora_scaling": plan.lora_scaling, "lora_dropout": plan.lora_dropout, "lora_key": own}
+    if lora is not None:
+        of_experts |= {"lora": lora, **of_lora}
     y, dropped = _experts(plan, x, experts, weights, wi, wo, {**options, **of_experts})
     if shared is not None:
+        if shared.lora is not None:
+            options |= {**of_lora, "lora": shared.lora, "lora_key": None if own is None else key_of_shared(own)}
         shared = shared._replace(recipe=_own_key(shared.recipe, axes))
         y = y + of_shared(x, shared, **options).astype(y.dtype)
     if axes.tensor is not None:
@@ -122,7 +131,7 @@ def _experts(
         own = plan.count // _mesh.size_of(axis)
         y = in_a_ring(mlp, x, experts, weights, own, axis)
         return y if wide else y.astype(x.dtype), none
-    codes = format_sent(FUNCTION, plan.send, options["recipe"])
+    codes = None if "lora" in options else format_sent(FUNCTION, plan.send, options["recipe"])
     how = (plan.transport, plan.budget_factor, codes)
     found, way = there(FUNCTION, x, experts, weights, plan.count, axis, *how)
     results = routed_mlp(found.rows, found.experts, found.probs, wi, wo, **options)
@@ -202,7 +211,7 @@ def _spec(plan: Plan, name: str, node: Any) -> Any:
         return _mesh.spec_over(axes.tokens, TOKENS[name])
     if name in ("wi", "wo"):
         return _mesh.weight_specs(node, _weight_spec(plan, axes.expert, int(name == "wo")))
-    if name in ("wi_bias", "wo_bias"):
+    if name in ("wi_bias", "wo_bias", "lora"):
         return P(axes.expert)
     if name == "recipe":
         return _mesh.recipe_specs(node, axes.expert)
@@ -212,7 +221,8 @@ def _spec(plan: Plan, name: str, node: Any) -> Any:
         return tuple(spec if each is not None else None for spec, each in zip(specs, node, strict=True))
     if name == "shared":
         wi, wo = (_mesh.weight_specs(each, _weight_spec(plan, None, at)) for at, each in enumerate(node[:2]))
-        specs: Any = (wi, wo, None if node.gate is None else P(), _mesh.recipe_specs(node.recipe, None))
+        rest = [None if each is None else P() for each in (node.gate, node.lora)]
+        specs: Any = (wi, wo, rest[0], _mesh.recipe_specs(node.recipe, None), rest[1])
         return SharedExpert(*specs)
     return P()
 

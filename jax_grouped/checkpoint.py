@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from grouped_core import checkpoint_files, checkpoint_tensors, lora_layout, safetensors_file
 from grouped_core.checkpoint_files import SUFFIX, Files, Model, loading, part_file, unused_message
+from grouped_core.checkpoint_fp8 import dequantized
 from grouped_core.checkpoint_metadata import NAME, Spec
 from grouped_core.checkpoint_plan import Plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
@@ -84,7 +85,8 @@ def load(
         layout: of a foreign checkpoint, a name of `grouped_core.layouts.LAYOUTS`; ours record theirs.
         interleave: of a foreign checkpoint, the block in which gate and linear columns alternate. Trees of arrays do
             not know theirs either: a pair is that of the checkpoint and of the tree.
-        convert: whether a checkpoint of ours may be turned to the tree's order of axes and of columns.
+        convert: whether a checkpoint of ours may be turned to the tree's order of axes and of columns, and FP8 weights
+            with `weight_scale_inv`, as DeepSeek publishes them, be read as bfloat16.
         prefix: the path below which the tree is in the checkpoint.
         shard: (rank, ranks): the tree has the experts of one rank, and takes them from those of all ranks.
 
@@ -107,7 +109,7 @@ def load(
 
         reader = _orbax.opened(path, prefix)
     else:
-        reader = checkpoint_files.opened(path, prefix)
+        reader = dequantized(checkpoint_files.opened(path, prefix), convert=convert)
     made = loading(reader, model, layout, interleave, convert, ranks)
     if isinstance(reader, Files):
         read: Any = reader.read

@@ -426,7 +426,7 @@ class MoE(nn.Module):
             mask: [...], False for padding, which goes to no expert. experts: [..., k], chosen elsewhere.
             sequence_sizes: [S], as in `jax_grouped.route.topk_router`, of the tokens in the order of memory.
         """
-        _layer_options.check_moe(self, self.lora_rank)
+        _layer_options.check_moe(self)
         tokens = _layer_options.as_tokens(x)
         rows, wi, wo, wi_bias, wo_bias, *factors = _experts(self, self.num_experts, self.mlp_dim, tokens)
         kernel = (self.param_dtype, self.router_init, self.router_metadata)

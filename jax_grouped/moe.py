@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -73,7 +74,8 @@ def moe(
         x: [T, H]. router: [H, E], used in fp32. k: experts per token.
         wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals, wgrad_accum, wgrad_dtype,
             implementation: of the experts, as in `grouped_mlp`.
-        shared: an expert for every token, whose result is added to theirs, for tokens without an expert too.
+        shared: an expert for every token, whose result is added to theirs, for tokens without an expert too. The masks
+            of its adapters have a key of their own.
         mlp: the function of the experts, with the arguments of `routed_mlp`; for comparisons.
         lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum: adapters of the experts, as in `grouped_mlp`.
         routing: options of `route.topk_router`.
@@ -108,6 +110,8 @@ def moe(
     )
     if shared is None:
         return y, aux
+    if lora_key is not None:
+        options["lora_key"] = key_of_shared(lora_key)
     return y + of_shared(
         x,
         shared,
@@ -117,6 +121,14 @@ def moe(
         implementation=implementation,
         **({} if shared.lora is None else {"lora": shared.lora} | options),
     ), aux
+
+
+def key_of_shared(key: Array) -> Array:
+    """The key uint32 [2] of the dropout masks of a shared expert: the low word's bits inverted (docs/numerics.md).
+
+    Its rows are counted from 0 in a first group, as those of expert 0 are, so the key must tell them apart.
+    """
+    return jnp.stack([~key[0], key[1]])
 
 
 def of_shared(x: Float[Array, "T H"], shared: SharedExpert, **options: Any) -> Float[Array, "T H"]:

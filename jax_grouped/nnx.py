@@ -392,7 +392,7 @@ class MoE(_Experts):
         self.shared_dim, self.shared_gate = shared_dim, shared_gate
         self.mesh_axes, self.transport, self.budget_factor = mesh_axes, transport, budget_factor
         self.send, self.fsdp = send, fsdp
-        _layer_options.check_moe(self, options.get("lora_rank"))
+        _layer_options.check_moe(self)
         options = {"param_dtype": param_dtype, "deterministic": deterministic, **options}
         adapters = {name: options.pop(name) for name in _LORA_OPTIONS if name in options}
         super().__init__(num_experts, hidden, mlp_dim, rngs=rngs, **options)

@@ -59,6 +59,10 @@ def moe(
     wgrad_accum: Accumulators | None = None,
     wgrad_dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
+    lora: Sequence[Any] | None = None,
+    lora_scaling: float = 1.0,
+    lora_dropout: float = 0.0,
+    lora_key: Array | None = None,
     **routing: Any,
 ) -> tuple[Float[Array, "T H"], MoEAux]:
     """`jax_grouped.moe` over the axes of a mesh: experts on different devices, to which rows travel and back.
@@ -86,6 +90,9 @@ def moe(
         shared, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals, wgrad_accum, wgrad_dtype,
             implementation: as in `jax_grouped.moe`. With a tensor axis a gated `wi` is a pair, or interleaved so that
             the columns of a rank are whole pairs; so is that of `shared`.
+        lora, lora_scaling, lora_dropout, lora_key: adapters of the experts, as in `grouped_mlp`, split as the experts
+            are; those of `shared` are replicated. Tokens then travel as they are. Not with `fsdp`, a tensor axis or a
+            ring. Each rank adds its number to the high word of the key, so masks are not those of one device.
         routing: options of `route.topk_router`; `mask` [T] and `experts` [T, k] are split as `x` is. Outside of
             `shard_map`, `sequence_sizes` [S] are those of all tokens.
 
@@ -109,13 +116,7 @@ def moe(
         "wgrad_accum": wgrad_accum,
     }
     arrays |= {"wi_bias": wi_bias, "wo_bias": wo_bias, "recipe": as_bound(linear_spec.recipe_option(recipe))}
-    given = [name for name in routing if name.startswith("lora")]
-    given += ["shared.lora"] if shared is not None and shared.lora is not None else []
-    if given:
-        raise ValueError(
-            f"`{given[0]}` of parallel.moe: given, expected none, because adapters are not spread over a mesh; leave "
-            "it out, or merge the adapters first."
-        )
+    arrays |= {"lora": lora, "lora_key": lora_key}
     of_tokens = {each: routing.pop(each, None) for each in ("mask", "experts", "bias", "key", "sequence_sizes")}
     arrays = {each: value for each, value in (arrays | of_tokens).items() if value is not None}
     if shared is not None:
@@ -133,6 +134,8 @@ def moe(
         residuals=residuals,
         wgrad_dtype=linear_spec.dtype_option(wgrad_dtype) or None,
         implementation=linear_spec.implementation_names(implementation) or None,
+        lora_scaling=lora_scaling,
+        lora_dropout=lora_dropout,
         routing=tuple(sorted(routing.items())),
         check_vma=bool(check_vma),
     )

@@ -259,22 +259,18 @@ def pairwise(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | 
     Greedy: the next row is the one with the most pairs not seen yet, the first of these in the product's order.
     """
     rows = product(options, valid)
-    if len(options) < 2:
+    if len(options) < 2 or not rows:
         return rows
-    counts = [len(values) for values in options.values()]
     places = [{id(value): i for i, value in enumerate(values)} for values in options.values()]
-    bits: dict[tuple[int, int, int, int], int] = {}
-    masks = []
-    for row in rows:
-        at = [place[id(value)] for place, value in zip(places, row, strict=True)]
-        mask = 0
-        for i, j in itertools.combinations(range(len(counts)), 2):
-            mask |= 1 << bits.setdefault((i, at[i], j, at[j]), len(bits))
-        masks.append(mask)
-    missing = (1 << len(bits)) - 1
+    at = np.array([[place[id(value)] for place, value in zip(places, row, strict=True)] for row in rows], np.int32)
+    pairs = [at[:, i] * len(places[j]) + at[:, j] for i, j in itertools.combinations(range(len(places)), 2)]
+    gains = np.full(len(rows), len(pairs), np.int32)  # pairs of each row that no chosen row holds
+    seen: list[set[int]] = [set() for _ in pairs]
     chosen = []
-    while missing:
-        best = max(range(len(rows)), key=lambda r: (masks[r] & missing).bit_count())
-        missing &= ~masks[best]
+    while gains[best := int(gains.argmax())]:
         chosen.append(rows[best])
+        for codes, before in zip(pairs, seen, strict=True):
+            if (code := int(codes[best])) not in before:
+                before.add(code)
+                gains -= codes == code
     return chosen

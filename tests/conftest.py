@@ -10,17 +10,29 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes of xdist and PyTorch share a GPU
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores already: threads of PyTorch and NumPy would wait for each other in loops. Kernels of this
+    # project have threads of their own.
+    for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(_name, "1")
 
 import ctypes
+import inspect
 import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import cases
 
 ROOT = Path(__file__).resolve().parent.parent
+Draw = Callable[[Mapping[str, Sequence[Any]], "Callable[..., bool] | None"], list[tuple[Any, ...]]]
+QUICK_COMPILATION = "--xla_backend_optimization_level=1"
+"""Of XLA, except with --full."""
 RANK_TESTS = ("test_torch_parallel.py", "test_torch_expert_parallel.py")
 """Files whose tests wait for programs of several ranks."""
 
@@ -33,6 +45,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--full"):
+        # Before JAX is imported, and for subprocesses: LLVM takes half of the time that XLA's programs for the CPU have
+        # here. Sums are contracted to FMA as with full optimisation, and passes over HLO are the same.
+        os.environ["XLA_FLAGS"] += f" {QUICK_COMPILATION}"
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        # One cache of compiled programs for this run, its workers, which inherit the variables, and all subprocesses.
+        folder = tempfile.TemporaryDirectory(prefix="jax-grouped-tests-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     config.addinivalue_line(
         "markers",
         "matrix(valid=None, **options): one run for each pair of option values, for each combination with --full",
@@ -47,10 +70,36 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         draw = cases.product if metafunc.config.getoption("--full") else cases.pairwise
         if (seed := metafunc.config.getoption("--random")) is not None:
             draw = partial(cases.drawn, f"{seed} {metafunc.function.__name__}")
-        rows = draw(options, valid)
+        rows = matrix_rows(draw, options, valid)
         assert rows, f"the matrix of {metafunc.function.__name__} is empty"
-        ids = ["-".join(_label(name, value) for name, value in zip(options, row, strict=True)) for row in rows]
-        metafunc.parametrize(",".join(options), [row if len(options) > 1 else row[0] for row in rows], ids=ids)
+        names = sorted(options, key="kernel".__eq__)  # last, as in the rows
+        metafunc.parametrize(",".join(names), rows)
+
+
+def matrix_rows(draw: Draw, options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None) -> list[Any]:
+    """The rows of a matrix, as parameters of a test.
+
+    `kernel` is an option like others as far as kernels for the CPU go, which are one source compiled for several
+    instruction sets. A kernel for a GPU, which has a mark, meets every pair of the other options.
+    """
+    if "kernel" not in options:
+        return [_param(options, row) for row in draw(options, valid)]
+    others = {name: values for name, values in options.items() if name != "kernel"}
+    told = valid is not None and "kernel" in inspect.signature(valid).parameters
+    fits = valid if valid is None or told else lambda kernel, **values: valid(**values)
+    marked = [kernel for kernel in options["kernel"] if not isinstance(kernel, str)]
+    shared = {**others, "kernel": [kernel for kernel in options["kernel"] if isinstance(kernel, str)]}
+    rows = [_param(shared, row) for row in draw(shared, fits)]
+    alone = draw(others, valid) if marked and not told else []
+    for kernel in marked:
+        own = draw({**others, "kernel": kernel.values}, fits) if told else [(*row, *kernel.values) for row in alone]
+        rows += [_param(shared, row, kernel.marks) for row in own]
+    return rows
+
+
+def _param(options: Iterable[str], row: Sequence[Any], marks: Collection[Any] = ()) -> Any:
+    label = "-".join(_label(name, value) for name, value in zip(options, row, strict=True))
+    return pytest.param(*row, marks=marks, id=label)
 
 
 def _label(name: str, value: object) -> str:

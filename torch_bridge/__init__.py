@@ -18,6 +18,7 @@ from torch_bridge.deferred import grouped_mlp_bwd_dx as grouped_mlp_bwd_dx
 from torch_bridge.deferred import grouped_mlp_fwd as grouped_mlp_fwd
 from torch_bridge.linear import grouped_linear as grouped_linear
 from torch_bridge.mlp import grouped_mlp as grouped_mlp
+from torch_bridge.moe import SharedExpert as SharedExpert
 from torch_bridge.moe import moe as moe
 from torch_bridge.quantize import dequantize as dequantize
 from torch_bridge.quantize import quantize as quantize

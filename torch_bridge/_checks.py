@@ -60,10 +60,17 @@ def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.dev
     return result
 
 
+@torch.compiler.assume_constant_result  # Dynamo would look at each of thousands of modules
+def _dtensor_type() -> type | None:
+    """The class DTensor, or None if nothing has imported it; it is not imported here, because that takes 0.6 s."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else module.DTensor
+
+
 def is_distributed(*tensors: Any) -> bool:
     """Whether any of them is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # not imported here, because that takes 0.6 s
-    return module is not None and True in [isinstance(each, module.DTensor) for each in tensors]
+    dtensor = _dtensor_type()
+    return dtensor is not None and True in [isinstance(each, dtensor) for each in tensors]
 
 
 def local(tensor: Any) -> Tensor:

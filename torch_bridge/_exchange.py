@@ -16,7 +16,7 @@ from torch import Tensor
 from grouped_core import exchange, routed, routing
 from grouped_core.exchange import Exchange
 from grouped_core.formats import Format
-from torch_bridge import _codec, _routing
+from torch_bridge import _codec, _routing, _symmetric
 from torch_bridge._compiling import is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, once, permute_backward, save
@@ -151,75 +151,99 @@ def operators() -> tuple[Any, Any]:
     return torch.ops._c10d_functional.all_to_all_single.default, torch.ops._c10d_functional.wait_tensor.default
 
 
-def _begin(array: Tensor, group: Group) -> Tensor:
+def _begin(array: Tensor, group: Group, counts: Tensor | None = None) -> Tensor:
     """[P B, ...], not to be read before `_wait`: part s is what rank s had as the part of this rank.
 
-    Every rank calls it. The array travels as whole bytes.
+    Every rank calls it. The array travels as whole bytes; with `counts`, int64 [P], only so many rows of each part.
     """
+    if counts is not None:
+        return _symmetric.begin(array, counts, group.name)
     start, _ = operators()
     flat = array.contiguous().view(array.shape[0], -1).view(torch.uint8)
     parts = [array.shape[0] // group.ranks] * group.ranks
     return start(flat, parts, parts, group.name).view(array.dtype).view(array.shape)
 
 
-def _wait(pending: Tensor) -> Tensor:
+def _wait(pending: Tensor, counts: Tensor | None = None) -> Tensor:
+    if counts is not None:
+        return _symmetric.finish(pending)
     _, finish = operators()
     return finish(pending)
 
 
 class Group(NamedTuple):
-    """A process group, as a graph of torch.compile can hold it: its name, and P."""
+    """A process group, as a graph of torch.compile can hold it: its name, and P.
+
+    `counted`: only rows that there are travel, through symmetric memory.
+    """
 
     name: str
     ranks: int
+    counted: bool = False
+
+
+def counts_of(experts: Tensor, group: Group) -> Tensor | None:
+    """int64 [P]: how many of the rows [P B] of each part have an expert; None where parts travel whole."""
+    return (experts.view(group.ranks, -1) >= 0).sum(1) if group.counted else None
 
 
 class _Begin(torch.autograd.Function):
     """The first half of an exchange; in backward the second half of that of the gradient.
 
-    `carries`: whether rows travel forward; otherwise only their gradient does.
+    `carries`: whether rows travel forward; otherwise only their gradient does. `counts`: of the rows that travel.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group, carries: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, group: Group, carries: bool, counts: Tensor | None) -> Tensor:
         """[P B, ...], pending."""
         ctx.set_materialize_grads(False)
-        return _begin(rows, group) if carries else rows.view_as(rows)
+        save(ctx, counts)
+        return _begin(rows, group, counts) if carries else rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         """The gradient, which has come back."""
         (pending,) = grad_outputs
-        return None if pending is None else _wait(pending), None, None
+        return None if pending is None else _wait(pending, ctx.saved_tensors[0]), None, None, None
 
 
 class _Finish(torch.autograd.Function):
-    """The second half; in backward the first half of that of the gradient, which every rank has, or none."""
+    """The second half; in backward the first half of that of the gradient, which every rank has, or none.
+
+    `counts`: of the rows that have arrived.
+    """
 
     @staticmethod
-    def forward(ctx: Any, pending: Tensor, group: Group, carries: bool) -> Tensor:
+    def forward(ctx: Any, pending: Tensor, group: Group, carries: bool, counts: Tensor | None) -> Tensor:
         """[P B, ...]."""
         ctx.group = group
         ctx.set_materialize_grads(False)
-        return _wait(pending) if carries else pending.view_as(pending)
+        save(ctx, counts)
+        return _wait(pending, counts) if carries else pending.view_as(pending)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         """The gradient begins its way back."""
         (grad,) = grad_outputs
-        return None if grad is None else _begin(grad, ctx.group), None, None
+        return None if grad is None else _begin(grad, ctx.group, ctx.saved_tensors[0]), None, None, None
 
 
-def begin(rows: Tensor, group: Group, *, carries: bool = True) -> Callable[[], Tensor]:
-    """Begins the exchange of rows [P B, ...]; the result gives those that arrive. Differentiable.
+def begin(
+    rows: Tensor, group: Group, counts: Tensor | None = None, *, carries: bool = True
+) -> Callable[[Tensor | None], Tensor]:
+    """Begins the exchange of rows [P B, ...]. Differentiable.
 
     Args:
+        counts: int64 [P], rows that there are in each part, where only these travel.
         carries: whether rows travel forward; False for those of which only the gradient is read.
-    """
-    pending = _Begin.apply(rows, group, carries)
 
-    def finish() -> Tensor:
-        return _Finish.apply(pending, group, carries)
+    Returns:
+        A function that gives the rows that arrive; its argument are their counts, where only these travel.
+    """
+    pending = _Begin.apply(rows, group, carries, counts)
+
+    def finish(came: Tensor | None) -> Tensor:
+        return _Finish.apply(pending, group, carries, came)
 
     return finish
 
@@ -244,19 +268,21 @@ def begin_dispatch(sent: Sent, group: Group, scales_along: int = 0) -> Callable[
     if sent.scales is not None:
         of_rows = sent.scales.movedim(scales_along, 0).reshape(-1)  # lengths of 1 hide strides that a view refuses
         small.append(of_rows.view(torch.uint8).view(sent.source.shape[0], -1))
-    values = None if sent.values is None else _begin(sent.values, group)
+    counts = counts_of(sent.experts, group)
+    values = None if sent.values is None else _begin(sent.values, group, counts)
     facts = _begin(torch.cat(small, dim=1), group)
-    rows = begin(sent.rows, group, carries=values is None)
+    rows = begin(sent.rows, group, counts, carries=values is None)
     weight = begin(sent.probs, group, carries=False)
 
     def finish() -> Brought:
         words = _wait(facts)
         experts, probs = (words[:, at : at + 4].contiguous().view(dtype)[:, 0] for at, dtype in _WORDS)
-        probs = _Valued.apply(weight(), probs)
+        probs = _Valued.apply(weight(None), probs)
+        came = counts_of(experts, group)
         if values is None or sent.scales is None:
-            return Brought(rows(), experts, probs, None, None)
+            return Brought(rows(came), experts, probs, None, None)
         scales = words[:, 8:].contiguous().view(sent.scales.dtype).movedim(0, scales_along).contiguous()
-        return Brought(rows(), experts, probs, _wait(values), scales)
+        return Brought(rows(came), experts, probs, _wait(values, counts), scales)
 
     return finish
 

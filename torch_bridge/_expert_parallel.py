@@ -16,17 +16,18 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from grouped_core import exchange, linear_spec
+from grouped_core import exchange
 from grouped_core.activations import Activation
 from grouped_core.exchange import Exchange
 from grouped_core.formats import Format, QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
-from torch_bridge import _autocast, _exchange, _routing, route
+from torch_bridge import _autocast, _exchange, _routing, _symmetric, route
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_operand
 from torch_bridge._router import router_logits
 from torch_bridge._tensors import E8M0, StraightThrough, dtype_name, rows_spec
+from torch_bridge.moe import SharedExpert, of_shared
 from torch_bridge.route import MoEAux, Permutation, topk_router
 from torch_bridge.routed import routed_mlp
 from torch_bridge.sizes import saturate
@@ -71,10 +72,14 @@ class Transport(Protocol):
 
 
 class Way(NamedTuple):
-    """How rows went: the slot in each row sent [P B], and the row of each slot [T, k]."""
+    """How rows went: the slot in each row sent [P B], the row of each slot [T, k], and where only rows that there are
+    travel, how many went to and came from each rank, int64 [P].
+    """
 
     source: Tensor
     inverse: Tensor
+    went: Tensor | None = None
+    came: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,8 @@ class AllToAll:
                 scales = scales.view(E8M0) if self.codes.scales == "float8_e8m0fnu" else scales
                 q = QTensor(values, scales, None, self.codes, 1, shape, dtype)
                 rows = StraightThrough(brought.rows, q)
-            way, dropped = Way(sent.source, sent.inverse), sent.dropped.reshape(())
+            counts = [_exchange.counts_of(each, self._group) for each in (sent.experts, brought.experts)]
+            way, dropped = Way(sent.source, sent.inverse, *counts), sent.dropped.reshape(())
             rows = brought.rows if rows is None else rows
             return Arrived(rows, brought.experts[:, None], brought.probs[:, None], way, dropped)
 
@@ -127,8 +133,8 @@ class AllToAll:
 
     def begin_combine(self, y: Tensor, handle: Way) -> Callable[[], Tensor]:
         """`combine`, which the result finishes."""
-        rows = _exchange.begin(y, self._group)
-        return lambda: _exchange.sums(rows(), handle.source, handle.inverse)
+        rows = _exchange.begin(y, self._group, handle.came)
+        return lambda: _exchange.sums(rows(handle.went), handle.source, handle.inverse)
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Arrived:
         """As in `Transport`; M = P B rows, one expert each, -1 where a budget was not used up."""
@@ -137,6 +143,25 @@ class AllToAll:
     def combine(self, y: Tensor, handle: Way) -> Tensor:
         """As in `Transport`."""
         return self.begin_combine(y, handle)()
+
+
+@dataclass(frozen=True, eq=False)
+class SymmetricMemory(AllToAll):
+    """As `AllToAll`, but only rows that there are travel, through PyTorch's symmetric memory and NVSHMEM.
+
+    The numbers of rows stay on the device. Buffers have the size of the budget and are made once per process group,
+    shape and dtype, for all layers; they are not given back. What is small travels as in `AllToAll`.
+
+    Raises:
+        RuntimeError: this machine has no such memory.
+    """
+
+    def __post_init__(self) -> None:
+        _symmetric.require(FUNCTION)
+
+    @property
+    def _group(self) -> _exchange.Group:
+        return _exchange.Group(self.process_group.group_name, self.process_group.size(), True)
 
 
 def _begin_dispatch(by: Transport, *arguments: Any) -> Callable[[], Arrived]:
@@ -155,7 +180,7 @@ def _begin_combine(by: Transport, y: Tensor, handle: Any) -> Callable[[], Tensor
     return lambda: found
 
 
-TRANSPORTS = ("all_to_all",)
+TRANSPORTS = {"all_to_all": AllToAll, "symmetric_memory": SymmetricMemory}
 
 
 def transport_option(
@@ -171,12 +196,12 @@ def transport_option(
     Raises:
         ValueError: there is none of this name, a budget or codes beside a transport of the caller's, or codes of a
             recipe whose scales are not those of single rows. TypeError: no process group, or an object without
-            `dispatch` and `combine`.
+            `dispatch` and `combine`. RuntimeError: the machine lacks what the transport needs.
     """
     exchange.check_budget_factor(function, budget_factor)
     codes = None
-    if send != "tokens" and (send, recipe) != (None, None):  # Dynamo traces this, but cannot read a recipe
-        codes = exchange.format_sent(function, send, linear_spec.recipe_option(recipe))
+    if send != "tokens" and (send, recipe) != (None, None):
+        codes = exchange.format_sent(function, send, recipe)
     if not isinstance(transport, str):
         if not isinstance(transport, Transport):
             raise TypeError(
@@ -204,7 +229,7 @@ def transport_option(
             f"`process_group` of {function}: {type(process_group).__name__}, expected a "
             "torch.distributed.ProcessGroup; pass torch.distributed.group.WORLD for all ranks."
         )
-    return AllToAll(process_group, budget_factor, codes)
+    return TRANSPORTS[transport](process_group, budget_factor, codes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,7 +271,7 @@ def dispatch(
         experts: integers [T, k], of E; others than 0 to E - 1 are none.
         weights: [T, k], the router's; they travel as fp32 and come out as `handle.probs`; differentiable.
         num_experts: E. process_group: of the P ranks.
-        transport: "all_to_all", or a `Transport`. budget_factor: as in `moe`.
+        transport: "all_to_all", "symmetric_memory", or a `Transport`. budget_factor: as in `moe`.
 
     Returns:
         rows [M, H] of the experts of this rank, sorted by expert, then source rank, token and place, with zeros behind
@@ -333,7 +358,7 @@ def save_list() -> set[Any]:
 
     Add those of `torch_bridge` whose results are to be kept as well, such as "router" and "routed_mlp".
     """
-    return {*_exchange.operators(), torch.ops.torch_bridge.send.default}
+    return {*_exchange.operators(), _symmetric.operator(), torch.ops.torch_bridge.send.default}
 
 
 def check_chunks(function: str, chunks: int) -> None:
@@ -361,6 +386,7 @@ def moe(
     budget_factor: float | None = None,
     send: str | None = None,
     chunks: int = 1,
+    shared: SharedExpert | None = None,
     rhs_transposed: bool = True,
     activation: str | Activation = "swiglu",
     wi_bias: Members | None = None,
@@ -381,7 +407,8 @@ def moe(
         router: [E, H], E of all ranks. k: experts per token.
         wi, wo: of the L experts of this rank, which start at expert rank * L.
         process_group: of the P ranks.
-        transport: "all_to_all": parts of a static size for every pair of ranks; or a `Transport`.
+        transport: "all_to_all": parts of a static size for every pair of ranks. "symmetric_memory": only rows that
+            there are, between GPUs with NVSHMEM. Both give the same bits. Or a `Transport`.
         budget_factor: a rank sends a rank at most this many times the mean T k / P rows; rows beyond are dropped and
             counted in `MoEAux`. None: as many as there can be.
         send: what travels to the experts. "tokens": rows of x, quantised where they arrive. "codes": rows quantised
@@ -389,6 +416,7 @@ def moe(
             MXFP8); the gradient of wi reads the dequantised codes. None: codes where the recipe allows it.
         chunks: parts of the tokens, each with exchanges of its own, which overlap with the experts of the others. y and
             the gradient of x keep their bits, gradients of the experts are sums over the parts.
+        shared: an expert that every rank holds, computed while the first tokens travel.
         The others: as in `torch_bridge.moe`; `routing` without `process_group`.
 
     Returns:
@@ -399,7 +427,7 @@ def moe(
     """
     by = transport_option(FUNCTION, transport, process_group, budget_factor, send, recipe)
     check_chunks(FUNCTION, chunks)
-    refuse_adapters(routing)
+    refuse_adapters(routing, shared)
     experts = int(router.shape[0])
     check_own(experts, wo, process_group)
 
@@ -416,18 +444,25 @@ def moe(
             implementation=implementation,
         )
 
-    layer = Layer(process_group, by, experts, chunks, run_experts, lambda: None)
+    def meanwhile() -> Tensor | None:
+        if shared is None:
+            return None
+        options = {"activation": activation, "residuals": residuals, "implementation": implementation}
+        return of_shared(x, shared, rhs_transposed=rhs_transposed, **options)
+
+    layer = Layer(process_group, by, experts, chunks, run_experts, meanwhile)
     weights, chosen, aux = topk_router(router_logits(x, router), k, process_group=process_group, **routing)
     return layer.run(_autocast.cast(x, _autocast.dtype_of(x)), weights, chosen, aux)
 
 
-def refuse_adapters(given: dict[str, Any]) -> None:
-    """Refuses keywords of adapters.
+def refuse_adapters(given: dict[str, Any], shared: SharedExpert | None) -> None:
+    """Refuses keywords of adapters, and those of a shared expert.
 
     Raises:
         ValueError: there are some.
     """
     names = [name for name in given if name.startswith("lora")]
+    names += ["shared.lora"] if shared is not None and shared.lora is not None else []
     if names:
         raise ValueError(
             f"`{names[0]}` of {FUNCTION}: given, expected none; use `nn.MoE` with `lora_rank` and `process_group`, or "

@@ -14,7 +14,7 @@ from torch._C import _dynamo  # pyright: ignore[reportAttributeAccessIssue]
 from grouped_core import _native
 from torch_bridge._checks import device_integers
 
-EXCHANGE = _native.Exchange(Tensor, torch.nn.Parameter)
+EXCHANGE = _native.Exchange(Tensor, torch.nn.Parameter, torch.get_num_threads)
 """Reads tensors without asking Python for their attributes."""
 
 FactsCache = _native.FactsCache

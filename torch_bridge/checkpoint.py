@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from grouped_core import checkpoint_tensors, lora_layout, safetensors_file
 from grouped_core.checkpoint_files import Model, loading, opened, part_file, unused_message
+from grouped_core.checkpoint_fp8 import dequantized
 from grouped_core.checkpoint_metadata import NAME, Spec
 from grouped_core.checkpoint_plan import fixed_or, interleave_option, plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
@@ -27,6 +28,7 @@ from grouped_core.safetensors_file import DTYPES, Facts
 from torch_bridge._checks import is_distributed
 from torch_bridge._layout_arrays import TORCH, from_numpy, name_of, to_numpy
 from torch_bridge._optimizer_state import convert_optimizer as convert_optimizer
+from torch_bridge.nn.linear import GroupedLinear
 from torch_bridge.nn.mlp import GroupedMLP
 from torch_bridge.quantized_weight import QuantizedWeight
 
@@ -56,13 +58,15 @@ def save(
         spec: the activation of experts that are plain tensors: an `Activation`, the name of a kind, or a mapping of
             paths of layers to these. Modules know theirs.
         shard: (rank, ranks): the experts are those of one rank, in order, and are named by their numbers among all.
-            Other tensors are the same on all ranks, and rank 0 writes them.
+            Other tensors are the same on all ranks, and rank 0 writes them. Experts that are DTensors, spread over a
+            mesh of one axis as `parallel.shard_experts` does, say it themselves; every rank then calls this.
 
     Raises:
         ValueError: experts with a gate have no known activation; tensors are no local ones. TypeError: no tensors.
         OSError: the file cannot be written.
     """
     flat, modules = _flattened(tree_or_module)
+    flat, shard = _own_experts(flat, modules, shard)
     acts = {place: mlp.activation for place, mlp in _mlps(modules).items()}
     given = {**acts, **spec} if isinstance(spec, Mapping) else acts if acts and spec is None else spec
     placed = shard_option(shard)
@@ -94,9 +98,11 @@ def load(
         layout: of a foreign checkpoint, a name of `grouped_core.layouts.LAYOUTS`; ours record theirs.
         interleave: of a foreign checkpoint, the block in which gate and linear columns alternate. Trees of tensors do
             not know theirs either: a pair is that of the checkpoint and of the tree.
-        convert: whether a checkpoint of ours may be turned to the model's order of axes and of columns.
+        convert: whether a checkpoint of ours may be turned to the model's order of axes and of columns, and FP8 weights
+            with `weight_scale_inv`, as DeepSeek publishes them, be read as bfloat16.
         prefix: the path below which the model is in the checkpoint.
-        shard: (rank, ranks): the model has the experts of one rank, and takes them from those of all ranks.
+        shard: (rank, ranks): the model has the experts of one rank, and takes them from those of all ranks. Experts
+            that are DTensors say it themselves, as in `save`.
 
     Returns:
         `like`.
@@ -104,10 +110,11 @@ def load(
     Raises:
         ValueError: the checkpoint is damaged, ambiguous, or does not fit. KeyError: it lacks tensors of the model.
     """
-    ranks = shard_option(shard)
     flat, modules = _flattened(like)
+    flat, shard = _own_experts(flat, modules, shard)
+    ranks = shard_option(shard)
     target, quantised = checkpoint_tensors.taken_apart(flat)
-    reader = opened(path, prefix)
+    reader = dequantized(opened(path, prefix), convert=convert)
     weights = _quantised(modules)
     entries = {key: _facts(value) for key, value in target.items()}
     for key, weight in _taken_plain(weights, reader.entries).items():
@@ -261,6 +268,41 @@ def _mlps(modules: Mapping[str, Module]) -> dict[str, GroupedMLP]:
         for name, each in module.named_modules()
         if isinstance(each, GroupedMLP)
     }
+
+
+def _own_experts(
+    flat: dict[str, Any], modules: Mapping[str, Module], shard: tuple[int, int] | None
+) -> tuple[dict[str, Any], tuple[int, int] | None]:
+    """Experts that are DTensors as the local tensors of this rank, and (rank, ranks).
+
+    Raises:
+        ValueError: experts are placed otherwise, or not over the ranks of `shard`.
+    """
+    layers = [
+        join(path, name)
+        for path, module in modules.items()
+        for name, each in module.named_modules()
+        if isinstance(each, GroupedLinear)
+    ]
+    found = dict(flat)
+    for key, value in flat.items():
+        if not is_distributed(value) or key.rpartition(".")[0] not in layers:
+            continue  # `_facts` refuses other DTensors
+        mesh, place = value.device_mesh, value.placements[0]
+        axis = value.dim() - 1 if key.rpartition(".")[2] in _STATE else 0
+        given = (mesh.get_local_rank(), mesh.size()) if mesh.ndim == 1 else None
+        if given is None or not place.is_shard(axis) or value.shape[axis] % mesh.size():
+            raise ValueError(
+                f"`{key}` of a checkpoint: a DTensor placed {value.placements} on {mesh.ndim} axes, expected experts "
+                "in equal parts over one axis; redistribute it, or use torch.distributed.checkpoint."
+            )
+        if shard not in (None, given):
+            raise ValueError(
+                f"`shard` of a checkpoint: {shard} beside `{key}` on rank {given[0]} of {given[1]}, expected None or "
+                "these numbers; leave it out."
+            )
+        shard, found[key] = given, value.to_local()
+    return found, shard
 
 
 def _quantised(modules: Mapping[str, Module]) -> dict[str, QuantizedWeight]:

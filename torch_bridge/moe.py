@@ -6,8 +6,9 @@ Letters: T tokens, H hidden size, E experts, k experts per token, F expert width
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from grouped_core.activations import Activation
@@ -17,8 +18,26 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._router import router_logits
 from torch_bridge._tensors import StraightThrough
+from torch_bridge.mlp import grouped_mlp
 from torch_bridge.route import MoEAux, topk_router
 from torch_bridge.routed import routed_mlp
+
+
+class SharedExpert(NamedTuple):
+    """An expert that every token goes to, without a choice.
+
+    Attributes:
+        wi: [1, W, H]. wo: [1, H, F]; F need not be that of the other experts.
+        gate: [1, H]; its result is weighted by sigmoid(x @ gate.T). None: by 1.
+        recipe: of its products; with delayed scaling it needs a state of its own.
+        lora: adapters of wi and wo, as in `grouped_mlp`, with the scale and dropout of those of the other experts.
+    """
+
+    wi: Members | QTensor[Tensor] | StraightThrough
+    wo: Members | QTensor[Tensor] | StraightThrough
+    gate: Tensor | None = None
+    recipe: Recipe | BoundRecipe | None = None
+    lora: Any = None
 
 
 def moe(
@@ -28,6 +47,7 @@ def moe(
     wo: Members | QTensor[Tensor] | StraightThrough,
     k: int,
     *,
+    shared: SharedExpert | None = None,
     rhs_transposed: bool = True,
     activation: str | Activation = "swiglu",
     wi_bias: Members | None = None,
@@ -52,13 +72,19 @@ def moe(
     Args:
         x: [T, H] fp32, bf16 or fp16. router: [E, H].
         wi, wo and the keywords up to `lora_wgrad_accum`: as in `routed_mlp`.
+        shared: an expert for every token, whose result is added to theirs, for tokens without an expert too. The masks
+            of its adapters have a key of their own.
         k: experts per token. routing: the keywords of `route.topk_router`; coefficients of losses are among them.
 
     Returns:
         y: [T, H]. aux: `MoEAux`; add its losses to the loss of the model.
 
-    Raises what `topk_router` and `routed_mlp` raise.
+    Raises what `topk_router` and `routed_mlp` raise, and ValueError for `out` beside `shared`.
     """
+    if shared is not None and out is not None:
+        raise ValueError(
+            "`out` of moe: given beside `shared`, expected None, because two results are added; leave it out."
+        )
     weights, experts, aux = topk_router(router_logits(x, router), k, **routing)
     y = routed_mlp(
         *(x, experts, weights, wi, wo),
@@ -77,4 +103,29 @@ def moe(
         lora_key=lora_key,
         lora_wgrad_accum=lora_wgrad_accum,
     )
-    return y, aux
+    if shared is None:
+        return y, aux
+    of_lora: dict[str, Any] = {}
+    if shared.lora is not None:
+        of_lora = {"lora": shared.lora, "lora_scaling": lora_scaling, "lora_dropout": lora_dropout}
+        of_lora["lora_key"] = None if lora_key is None else key_of_shared(lora_key)
+    options = {"activation": activation, "residuals": residuals, "implementation": implementation}
+    return y + of_shared(x, shared, rhs_transposed=rhs_transposed, **options, **of_lora), aux
+
+
+def key_of_shared(key: Tensor) -> Tensor:
+    """The key uint32 [2] of the dropout masks of a shared expert: the low word's bits inverted (docs/numerics.md).
+
+    Its rows are counted from 0 in a first group, as those of expert 0 are, so the key must tell them apart.
+    """
+    words = key.view(torch.int32)
+    return torch.cat([~words[:1], words[1:]]).view(torch.uint32)
+
+
+def of_shared(x: Tensor, shared: SharedExpert, **options: Any) -> Tensor:
+    """[T, H]: the result of the shared expert at each token; options: of `grouped_mlp`."""
+    gate = None
+    if shared.gate is not None:  # a router with one expert, whose score is the sigmoid
+        gate = topk_router(router_logits(x, shared.gate), 1, score="sigmoid")[0].reshape(-1)
+    sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+    return grouped_mlp(x, shared.wi, shared.wo, sizes, probs=gate, recipe=shared.recipe, **options)

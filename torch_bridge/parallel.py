@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 from torch_bridge._expert_parallel import AllToAll as AllToAll
 from torch_bridge._expert_parallel import Arrived as Arrived
 from torch_bridge._expert_parallel import Handle as Handle
+from torch_bridge._expert_parallel import SymmetricMemory as SymmetricMemory
 from torch_bridge._expert_parallel import Transport as Transport
 from torch_bridge._expert_parallel import combine as combine
 from torch_bridge._expert_parallel import dispatch as dispatch

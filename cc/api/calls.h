@@ -19,21 +19,20 @@ namespace grouped {
 // last axis. A weight is stored for a contraction of its last axis: a quantised rhs has rhs_axis = 2. Codes with scales
 // of blocks take rhs_axis = 1 in `grouped_matmul` alone, which then contracts the other axis of the same values.
 struct OperandScales {
-  TensorView lhs_scales;        // of blocks along the contracted axis; shapes below
-  TensorView rhs_scales;        // likewise
-  TensorView lhs_group_scales;  // [G] float32
-  TensorView rhs_group_scales;  // [G] float32
-  int64_t lhs_block = 0;        // contracted elements that share a scale; 0: no such scales
+  TensorView lhs_scales;  // of blocks along the contracted axis; shapes below
+  TensorView rhs_scales;  // likewise
+  TensorView lhs_group_scales, rhs_group_scales;
+  int64_t lhs_block = 0;  // contracted elements that share a scale; 0: no such scales
   int64_t rhs_block = 0;
   int64_t rhs_block_outer = 1;        // rows of the stored rhs that share a scale (square blocks); 1: none do
   std::string promote = "every_128";  // fp8 partial sums go to fp32 "every_128" contracted elements, or "never" (fast)
 
   template <class Visitor>
   void visit_inputs(Visitor& v) {
-    v.optional("lhs_scales", lhs_scales);
-    v.optional("rhs_scales", rhs_scales);
-    v.optional("lhs_group_scales", lhs_group_scales);
-    v.optional("rhs_group_scales", rhs_group_scales);
+    v.optional("lhs_scales", lhs_scales, "[?, ?] scale");
+    v.optional("rhs_scales", rhs_scales, "[?, ?] | [G, +, +] scale");
+    v.optional("lhs_group_scales", lhs_group_scales, "[G] float32");
+    v.optional("rhs_group_scales", rhs_group_scales, "[G] float32");
   }
   template <class Visitor>
   void visit_params(Visitor& v) {
@@ -47,18 +46,18 @@ struct OperandScales {
 // A product of low rank that is added to another in its fp32 sums, in front of everything else (numerics 10): rows
 // [M, R] times the weight of their group. Absent, or both are there, plain and of one type.
 struct LowRank {
-  TensorView low_lhs;        // [M, R]
+  TensorView low_lhs;
   TensorView low_rhs;        // [G, R, N] or [G, N, R]; data is null where low_rhs_table is present
-  TensorView low_rhs_table;  // [G] int64: addresses of one weight a group
+  TensorView low_rhs_table;  // addresses of one weight a group
   int64_t low_rhs_axis = 1;  // contracted axis of low_rhs: 1 or 2
 
   bool present() const { return low_lhs.present(); }
 
   template <class Visitor>
   void visit_inputs(Visitor& v) {
-    v.optional("low_lhs", low_lhs);
-    v.optional("low_rhs", low_rhs);
-    v.optional("low_rhs_table", low_rhs_table);
+    v.optional("low_lhs", low_lhs, "[M, R] plain");
+    v.optional("low_rhs", low_rhs, "[G, +, +] as low_lhs, with low_lhs");
+    v.optional("low_rhs_table", low_rhs_table, "[G] int64");
   }
   template <class Visitor>
   void visit_params(Visitor& v) {
@@ -85,15 +84,15 @@ struct LowRank {
 struct GroupedMatmul {
   static constexpr const char* kName = "grouped_matmul";
   TensorView lhs;
-  TensorView rhs;          // data is null where rhs_table is present; dims are those of the packed form
-  TensorView group_sizes;  // [G] int32
-  TensorView bias;         // [G, N]; ragged rows only; data is null where bias_table is present
-  TensorView row_scale;    // [M] float32; ragged rows only
-  TensorView into;         // the caller's buffer, the same memory as `result`; data is null where into_table is present
-  TensorView rhs_table;    // [G] int64: addresses of one [K, N] (or [N, K]) weight a group
-  TensorView bias_table;   // [G] int64: addresses of one [N] bias a group
-  TensorView into_table;   // [G] int64: addresses of one [A, B] destination a group; 0 skips the group
-  TensorView rhs_up;       // the rest of the contraction, shaped as `rhs`; ragged rows only
+  TensorView rhs;  // data is null where rhs_table is present; dims are those of the packed form
+  TensorView group_sizes;
+  TensorView bias;        // ragged rows only; data is null where bias_table is present
+  TensorView row_scale;   // ragged rows only
+  TensorView into;        // the caller's buffer, the same memory as `result`; data is null where into_table is present
+  TensorView rhs_table;   // addresses of one [K, N] (or [N, K]) weight a group
+  TensorView bias_table;  // addresses of one [N] bias a group
+  TensorView into_table;  // addresses of one [A, B] destination a group; 0 skips the group
+  TensorView rhs_up;      // the rest of the contraction, shaped as `rhs`; ragged rows only
   OperandScales scales;
   LowRank low;  // ragged rows only
   TensorView result;
@@ -114,19 +113,19 @@ struct GroupedMatmul {
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("lhs", lhs);
-    v.input("rhs", rhs);
-    v.input("group_sizes", group_sizes);
-    v.optional("bias", bias);
-    v.optional("row_scale", row_scale);
-    v.optional("into", into);
-    v.optional("rhs_table", rhs_table);
-    v.optional("bias_table", bias_table);
-    v.optional("into_table", into_table);
-    v.optional("rhs_up", rhs_up);
+    v.input("lhs", lhs, "[?, ?] number");
+    v.input("rhs", rhs, "[?, ?] | [G, +, +] number");
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.optional("bias", bias, "[G, N] plain");
+    v.optional("row_scale", row_scale, "[M] float32");
+    v.optional("into", into, "as result");
+    v.optional("rhs_table", rhs_table, "[G] int64");
+    v.optional("bias_table", bias_table, "[G] int64");
+    v.optional("into_table", into_table, "[G] int64");
+    v.optional("rhs_up", rhs_up, "as rhs");
     scales.visit_inputs(v);
     low.visit_inputs(v);
-    v.output("result", result);
+    v.output("result", result, "[M, N] | [G, A, B] plain");
     v.param("contract_rows", contract_rows);
     v.param("rhs_axis", rhs_axis);
     v.param("scale_bias", scale_bias);
@@ -149,17 +148,14 @@ struct GroupedMatmul {
 // result[g] = sum over the rows r of g of s(r) * rows[r], [G, N]; s = row_scale or 1. Fixed order, fp32, one rounding.
 struct GroupSum {
   static constexpr const char* kName = "group_sum";
-  TensorView rows;         // [M, N]
-  TensorView group_sizes;  // [G] int32
-  TensorView row_scale;    // [M] float32
-  TensorView result;       // [G, N]
+  TensorView rows, group_sizes, row_scale, result;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("rows", rows);
-    v.input("group_sizes", group_sizes);
-    v.optional("row_scale", row_scale);
-    v.output("result", result);
+    v.input("rows", rows, "[M, N] plain");
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.optional("row_scale", row_scale, "[M] float32");
+    v.output("result", result, "[G, N] plain");
   }
 };
 
@@ -167,42 +163,37 @@ struct GroupSum {
 // in a fixed order; tail rows are zero.
 struct RowDot {
   static constexpr const char* kName = "row_dot";
-  TensorView group_sizes;      // [G] int32
-  TensorView lhs;              // [M, K]
-  TensorView rhs;              // [M, K]
-  TensorView group_lhs;        // [M, N]
-  TensorView group_rhs;        // [G, N]; data is null where group_rhs_table is present
-  TensorView group_rhs_table;  // [G] int64: addresses of one [N] vector a group
-  TensorView result;           // [M] float32
+  TensorView group_sizes, lhs, rhs, group_lhs;
+  TensorView group_rhs;        // data is null where group_rhs_table is present
+  TensorView group_rhs_table;  // addresses of one [N] vector a group
+  TensorView result;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("group_sizes", group_sizes);
-    v.optional("lhs", lhs);
-    v.optional("rhs", rhs);
-    v.optional("group_lhs", group_lhs);
-    v.optional("group_rhs", group_rhs);
-    v.optional("group_rhs_table", group_rhs_table);
-    v.output("result", result);
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.optional("lhs", lhs, "[M, K] plain");
+    v.optional("rhs", rhs, "[M, K] plain, with lhs");
+    v.optional("group_lhs", group_lhs, "[M, N] plain");
+    v.optional("group_rhs", group_rhs, "[G, N] plain, with group_lhs");
+    v.optional("group_rhs_table", group_rhs_table, "[G] int64");
+    v.output("result", result, "[M] float32");
   }
 };
 
 // result[r] = row_scale[r] * rows[r], [M, N], in fp32 with one rounding; tail rows are zero, or kept in `into`.
 struct ScaleRows {
   static constexpr const char* kName = "scale_rows";
-  TensorView rows;         // [M, N]
-  TensorView row_scale;    // [M] float32
-  TensorView group_sizes;  // [G] int32
-  TensorView into;         // the caller's buffer, the same memory as `result`
-  TensorView result;       // [M, N]
+  TensorView rows, row_scale, group_sizes;
+  TensorView into;  // the caller's buffer, the same memory as `result`
+  TensorView result;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("rows", rows);
-    v.input("row_scale", row_scale);
-    v.input("group_sizes", group_sizes);
-    v.optional("into", into);
-    v.output("result", result);
+    v.input("rows", rows, "[M, N] plain");
+    v.input("row_scale", row_scale, "[M] float32");
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.optional("into", into, "as result");
+    v.output("result", result, "[M, N] plain");
   }
 };
 
@@ -212,24 +203,22 @@ struct ScaleRows {
 // as it is, the sign of a zero included. Tail rows are zero, or kept in `into`.
 struct AddRows {
   static constexpr const char* kName = "add_rows";
-  TensorView rows;         // [M, N]
-  TensorView group_sizes;  // [G] int32
-  TensorView base;         // [M, N] float32
-  TensorView key;          // [2] uint32, low word first
-  TensorView into;         // the caller's buffer, the same memory as `result`
-  TensorView result;       // [M, N]
+  TensorView rows, group_sizes, base;
+  TensorView key;   // low word first
+  TensorView into;  // the caller's buffer, the same memory as `result`
+  TensorView result;
   float factor = 1;
   float rate = 0;      // 0 to 1, without 1
   int64_t stream = 0;  // number of the mask among those of one key
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("rows", rows);
-    v.input("group_sizes", group_sizes);
-    v.optional("base", base);
-    v.optional("key", key);
-    v.optional("into", into);
-    v.output("result", result);
+    v.input("rows", rows, "[M, N] plain");
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.optional("base", base, "[M, N] float32");
+    v.optional("key", key, "[2] uint32");
+    v.optional("into", into, "as result");
+    v.output("result", result, "[M, N] plain");
     v.param("factor", factor);
     v.param("rate", rate);
     v.param("stream", stream);
@@ -262,41 +251,31 @@ struct ActivationParams {
 
 // The two forms of a source that is stored in a quantised format, each made if its `values` are asked for.
 struct StoredForms {
-  TensorView values;
-  TensorView scales;
-  TensorView group_scales;
-  TensorView cross_values;
-  TensorView cross_scales;
-  TensorView cross_group_scales;
+  TensorView values, scales, group_scales, cross_values, cross_scales, cross_group_scales;
 
   template <class Visitor>
   void visit_forms(Visitor&& v) {
-    v.optional_output("values", values);
-    v.optional_output("scales", scales);
-    v.optional_output("group_scales", group_scales);
-    v.optional_output("cross_values", cross_values);
-    v.optional_output("cross_scales", cross_scales);
-    v.optional_output("cross_group_scales", cross_group_scales);
+    v.optional_output("values", values, "[?, ?] | [G, ?, ?] code");
+    v.optional_output("scales", scales, "[?, ?] | [G, ?, ?] scale");
+    v.optional_output("group_scales", group_scales, "[G] float32");
+    v.optional_output("cross_values", cross_values, "[?, ?] | [G, ?, ?] code");
+    v.optional_output("cross_scales", cross_scales, "[?, ?] | [G, ?, ?] scale");
+    v.optional_output("cross_group_scales", cross_group_scales, "[G] float32");
   }
 };
 
 // The caller's buffers, each the memory of the form's array of that name.
 struct StoredBuffers {
-  TensorView into_values;
-  TensorView into_scales;
-  TensorView into_group_scales;
-  TensorView into_cross_values;
-  TensorView into_cross_scales;
-  TensorView into_cross_group_scales;
+  TensorView into_values, into_scales, into_group_scales, into_cross_values, into_cross_scales, into_cross_group_scales;
 
   template <class Visitor>
   void visit_buffers(Visitor&& v) {
-    v.optional("into_values", into_values);
-    v.optional("into_scales", into_scales);
-    v.optional("into_group_scales", into_group_scales);
-    v.optional("into_cross_values", into_cross_values);
-    v.optional("into_cross_scales", into_cross_scales);
-    v.optional("into_cross_group_scales", into_cross_group_scales);
+    v.optional("into_values", into_values, "as values");
+    v.optional("into_scales", into_scales, "as scales");
+    v.optional("into_group_scales", into_group_scales, "as group_scales");
+    v.optional("into_cross_values", into_cross_values, "as cross_values");
+    v.optional("into_cross_scales", into_cross_scales, "as cross_scales");
+    v.optional("into_cross_group_scales", into_cross_group_scales, "as cross_group_scales");
   }
 };
 
@@ -309,10 +288,10 @@ struct StoredBuffers {
 // Block scales have the shapes that GroupedMatmul reads; group scales are float32 [G]. Blocks along rows start anew
 // with each group. Rows past the groups and padding hold what quantising zeros gives.
 struct Storing : StoredForms {
-  TensorView encode;          // [G] float32: multipliers, given (delayed scaling) instead of found; 0: none yet
-  TensorView key;             // [2] uint32: of stochastic rounding, low word first; absent: zero
+  TensorView encode;          // multipliers, given (delayed scaling) instead of found; 0: none yet
+  TensorView key;             // of stochastic rounding, low word first; absent: zero
   TensorView into_amax;       // [G] float32, the memory of `amax`: magnitudes that the maximum is merged with
-  TensorView amax;            // [G] float32: largest magnitude of the group's values, merged with into_amax
+  TensorView amax;            // largest magnitude of the group's values, merged with into_amax
   std::string rule = "fp32";  // fp32 (2.2), e8m0 (2.3), nvfp4: an E4M3 scale a block and an fp32 one a group
   int64_t block = 0;          // contracted elements that share a scale; 0: the whole group does
   int64_t block_outer = 1;    // elements of the other axis that share it too (square blocks); 1: none do
@@ -331,14 +310,14 @@ struct Storing : StoredForms {
 
   template <class Visitor>
   void visit_inputs(Visitor&& v) {
-    v.optional("encode", encode);
-    v.optional("key", key);
-    v.optional("into_amax", into_amax);
+    v.optional("encode", encode, "[G] float32");
+    v.optional("key", key, "[2] uint32");
+    v.optional("into_amax", into_amax, "as amax");
   }
   template <class Visitor>
   void visit_results(Visitor&& v) {
     visit_forms(v);
-    v.optional_output("amax", amax);
+    v.optional_output("amax", amax, "[G] float32");
   }
   template <class Visitor>
   void visit_params(Visitor&& v) {
@@ -363,13 +342,13 @@ struct Storing : StoredForms {
 struct StoringActivated : Storing {
   template <class Visitor>
   void visit_inputs(Visitor&& v) {
-    v.optional("activated_encode", encode);
+    v.optional("activated_encode", encode, "[G] float32");
   }
   template <class Visitor>
   void visit_results(Visitor&& v) {
-    v.optional_output("activated_values", cross_values);
-    v.optional_output("activated_scales", cross_scales);
-    v.optional_output("activated_group_scales", cross_group_scales);
+    v.optional_output("activated_values", cross_values, "[?, ?] code");
+    v.optional_output("activated_scales", cross_scales, "[?, ?] scale");
+    v.optional_output("activated_group_scales", cross_group_scales, "[G] float32");
   }
   template <class Visitor>
   void visit_params(Visitor&& v) {
@@ -395,19 +374,19 @@ struct StoringActivated : Storing {
 // act(hidden[r]), rounded to the dtype `compute` where `stored` says how it is stored; then `result` is absent.
 struct GroupedMatmulAct {
   static constexpr const char* kName = "grouped_matmul_act";
-  TensorView lhs;          // [M, K]
-  TensorView rhs;          // [G, K, W] or [G, W, K]; data is null where rhs_table is present
-  TensorView group_sizes;  // [G] int32
-  TensorView bias;         // [G, W]; data is null where bias_table is present
-  TensorView row_scale;    // [M] float32
-  TensorView rhs_table;    // [G] int64: addresses of one weight a group
-  TensorView bias_table;   // [G] int64: addresses of one [W] bias a group
-  TensorView rhs_up;       // the linear halves; then rhs has the gates, [G, K, F] or [G, F, K], not interleaved
+  TensorView lhs;
+  TensorView rhs;  // [G, K, W] or [G, W, K]; data is null where rhs_table is present
+  TensorView group_sizes;
+  TensorView bias;  // data is null where bias_table is present
+  TensorView row_scale;
+  TensorView rhs_table;   // addresses of one weight a group
+  TensorView bias_table;  // addresses of one [W] bias a group
+  TensorView rhs_up;      // the linear halves; then rhs has the gates, [G, K, F] or [G, F, K], not interleaved
   OperandScales scales;
   LowRank low;
   Storing stored;
-  TensorView result;     // [M, F]
-  TensorView hidden;     // [M, W]; absent: not stored. Rounded to `compute` either way
+  TensorView result;
+  TensorView hidden;     // absent: not stored. Rounded to `compute` either way
   int64_t rhs_axis = 1;  // contracted axis of rhs: 1 or 2
   ActivationParams activation;
   int64_t zero_tail = 1;
@@ -419,19 +398,19 @@ struct GroupedMatmulAct {
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("lhs", lhs);
-    v.input("rhs", rhs);
-    v.input("group_sizes", group_sizes);
-    v.optional("bias", bias);
-    v.optional("row_scale", row_scale);
-    v.optional("rhs_table", rhs_table);
-    v.optional("bias_table", bias_table);
-    v.optional("rhs_up", rhs_up);
+    v.input("lhs", lhs, "[M, ?] number");
+    v.input("rhs", rhs, "[G, +, +] number");
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.optional("bias", bias, "[G, W] plain");
+    v.optional("row_scale", row_scale, "[M] float32");
+    v.optional("rhs_table", rhs_table, "[G] int64");
+    v.optional("bias_table", bias_table, "[G] int64");
+    v.optional("rhs_up", rhs_up, "as rhs");
     scales.visit_inputs(v);
     low.visit_inputs(v);
     stored.visit_inputs(v);
-    v.optional_output("result", result);
-    v.optional_output("hidden", hidden);
+    v.optional_output("result", result, "[M, F] plain");
+    v.optional_output("hidden", hidden, "[M, W] plain");
     stored.visit_results(v);
     v.param("rhs_axis", rhs_axis);
     activation.visit(v);
@@ -455,20 +434,15 @@ struct GroupedMatmulAct {
 // or in its place; `stored_activated`, beside these: that of activated[r] rounded to the dtype of hidden.
 struct GroupedMatmulDact {
   static constexpr const char* kName = "grouped_matmul_dact";
-  TensorView lhs;          // [M, N]
-  TensorView rhs;          // [G, N, F] or [G, F, N]; data is null where rhs_table is present
-  TensorView group_sizes;  // [G] int32
-  TensorView hidden;       // [M, W]
-  TensorView row_scale;    // [M] float32
-  TensorView row_base;     // [M] float32
-  TensorView rhs_table;    // [G] int64: addresses of one weight a group
+  TensorView lhs;
+  TensorView rhs;  // [G, N, F] or [G, F, N]; data is null where rhs_table is present
+  TensorView group_sizes, hidden, row_scale, row_base;
+  TensorView rhs_table;  // addresses of one weight a group
   OperandScales scales;
   LowRank low;
   Storing stored;
   StoringActivated stored_activated;
-  TensorView result;     // [M, W]
-  TensorView activated;  // [M, F]
-  TensorView row_sum;    // [M] float32
+  TensorView result, activated, row_sum;
   int64_t rhs_axis = 1;  // contracted axis of rhs: 1 or 2
   ActivationParams activation;
   int64_t zero_tail = 1;
@@ -479,20 +453,20 @@ struct GroupedMatmulDact {
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("lhs", lhs);
-    v.input("rhs", rhs);
-    v.input("group_sizes", group_sizes);
-    v.input("hidden", hidden);
-    v.optional("row_scale", row_scale);
-    v.optional("row_base", row_base);
-    v.optional("rhs_table", rhs_table);
+    v.input("lhs", lhs, "[M, ?] number");
+    v.input("rhs", rhs, "[G, +, +] number");
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.input("hidden", hidden, "[M, W] plain");
+    v.optional("row_scale", row_scale, "[M] float32");
+    v.optional("row_base", row_base, "[M] float32");
+    v.optional("rhs_table", rhs_table, "[G] int64");
     scales.visit_inputs(v);
     low.visit_inputs(v);
     stored.visit_inputs(v);
     stored_activated.visit_inputs(v);
-    v.optional_output("result", result);
-    v.optional_output("activated", activated);
-    v.optional_output("row_sum", row_sum);
+    v.optional_output("result", result, "[M, W] plain");
+    v.optional_output("activated", activated, "[M, F] plain");
+    v.optional_output("row_sum", row_sum, "[M] float32");
     stored.visit_results(v);
     stored_activated.visit_results(v);
     v.param("rhs_axis", rhs_axis);
@@ -512,19 +486,16 @@ struct GroupedMatmulDact {
 // result[r] = s(r) * act(rows[r]), in fp32 with one rounding.
 struct ActivationForward {
   static constexpr const char* kName = "activation";
-  TensorView rows;         // [M, W]
-  TensorView group_sizes;  // [G] int32
-  TensorView row_scale;    // [M] float32
-  TensorView result;       // [M, F]
+  TensorView rows, group_sizes, row_scale, result;
   ActivationParams activation;
   int64_t zero_tail = 1;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("rows", rows);
-    v.input("group_sizes", group_sizes);
-    v.optional("row_scale", row_scale);
-    v.output("result", result);
+    v.input("rows", rows, "[M, W] plain");
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.optional("row_scale", row_scale, "[M] float32");
+    v.output("result", result, "[M, F] plain");
     activation.visit(v);
     v.param("zero_tail", zero_tail);
   }
@@ -543,27 +514,22 @@ inline DType compute_type(const GroupedMatmulDact& call) { return call.hidden.dt
 // What GroupedMatmulDact does with dz, given dz.
 struct ActivationGrad {
   static constexpr const char* kName = "activation_grad";
-  TensorView grad;         // [M, F]: dz
-  TensorView rows;         // [M, W]: the hidden rows
-  TensorView group_sizes;  // [G] int32
-  TensorView row_scale;    // [M] float32
-  TensorView row_base;     // [M] float32
-  TensorView result;       // [M, W]
-  TensorView activated;    // [M, F]
-  TensorView row_sum;      // [M] float32
+  TensorView grad;  // dz
+  TensorView rows;  // the hidden rows
+  TensorView group_sizes, row_scale, row_base, result, activated, row_sum;
   ActivationParams activation;
   int64_t zero_tail = 1;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("grad", grad);
-    v.input("rows", rows);
-    v.input("group_sizes", group_sizes);
-    v.optional("row_scale", row_scale);
-    v.optional("row_base", row_base);
-    v.optional_output("result", result);
-    v.optional_output("activated", activated);
-    v.optional_output("row_sum", row_sum);
+    v.input("grad", grad, "[M, F] plain");
+    v.input("rows", rows, "[M, W] plain");
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.optional("row_scale", row_scale, "[M] float32");
+    v.optional("row_base", row_base, "[M] float32");
+    v.optional_output("result", result, "[M, W] plain");
+    v.optional_output("activated", activated, "[M, F] plain");
+    v.optional_output("row_sum", row_sum, "[M] float32");
     activation.visit(v);
     v.param("zero_tail", zero_tail);
   }
@@ -573,17 +539,17 @@ struct ActivationGrad {
 struct Quantize : Storing, StoredBuffers {
   static constexpr const char* kName = "quantize";
   TensorView source;        // float32, bfloat16 or float16; data is null where source_table is present
-  TensorView group_sizes;   // [G] int32; absent: weights, one member a group
-  TensorView source_table;  // [G] int64: addresses of one [A, B] weight a group
-  TensorView skip;          // [1] int32: not zero leaves every result as it is; wants all `into_`
+  TensorView group_sizes;   // absent: weights, one member a group
+  TensorView source_table;  // addresses of one [A, B] weight a group
+  TensorView skip;          // not zero leaves every result as it is; wants all `into_`
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("source", source);
-    v.optional("group_sizes", group_sizes);
-    v.optional("source_table", source_table);
+    v.input("source", source, "[M, X] | [G, A, B] plain");
+    v.optional("group_sizes", group_sizes, "[G] int32");
+    v.optional("source_table", source_table, "[G] int64");
     visit_inputs(v);
-    v.optional("skip", skip);
+    v.optional("skip", skip, "[1] int32");
     visit_buffers(v);
     visit_results(v);
     visit_params(v);
@@ -595,10 +561,9 @@ struct Quantize : Storing, StoredBuffers {
 struct Dequantize {
   static constexpr const char* kName = "dequantize";
   TensorView values;
-  TensorView group_sizes;   // [G] int32; absent: weights
-  TensorView scales;        // of blocks
-  TensorView group_scales;  // [G] float32
-  TensorView result;
+  TensorView group_sizes;  // absent: weights
+  TensorView scales;       // of blocks
+  TensorView group_scales, result;
   int64_t cross = 0;
   int64_t block = 0;  // the next four as in Quantize
   int64_t block_outer = 1;
@@ -607,11 +572,11 @@ struct Dequantize {
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("values", values);
-    v.optional("group_sizes", group_sizes);
-    v.optional("scales", scales);
-    v.optional("group_scales", group_scales);
-    v.output("result", result);
+    v.input("values", values, "[?, ?] | [G, ?, ?] code");
+    v.optional("group_sizes", group_sizes, "[G] int32");
+    v.optional("scales", scales, "[?, ?] | [G, ?, ?] scale");
+    v.optional("group_scales", group_scales, "[G] float32");
+    v.output("result", result, "[M, X] | [G, A, B] plain");
     v.param("cross", cross);
     v.param("block", block);
     v.param("block_outer", block_outer);
@@ -630,19 +595,19 @@ struct Dequantize {
 // [B, A / block]. Divisions round up; without blocks S is 1.
 struct ShardAmax {
   static constexpr const char* kName = "shard_amax";
-  TensorView source;        // [G, A, B] float32, bfloat16 or float16
-  TensorView source_table;  // [3, G] int64
-  TensorView into_amax;     // the caller's buffer, the memory of `amax`
-  TensorView amax;          // [G, S] int32
-  int64_t block = 0;        // as in Quantize, with the next
+  TensorView source;
+  TensorView source_table;
+  TensorView into_amax;  // the caller's buffer, the memory of `amax`
+  TensorView amax;
+  int64_t block = 0;  // as in Quantize, with the next
   int64_t block_outer = 1;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("source", source);
-    v.input("source_table", source_table);
-    v.optional("into_amax", into_amax);
-    v.output("amax", amax);
+    v.input("source", source, "[G, A, B] plain");
+    v.input("source_table", source_table, "[3, G] int64");
+    v.optional("into_amax", into_amax, "as amax");
+    v.output("amax", amax, "[G, L] int32");
     v.param("block", block);
     v.param("block_outer", block_outer);
   }
@@ -652,11 +617,10 @@ struct ShardAmax {
 // of Quantize.
 struct ShardCast : StoredForms, StoredBuffers {
   static constexpr const char* kName = "shard_cast";
-  TensorView source;          // [G, A, B] float32, bfloat16 or float16
-  TensorView source_table;    // [3, G] int64
-  TensorView amax;            // [G, S] int32
-  TensorView encode;          // [G] float32: multipliers of delayed scaling
-  TensorView skip;            // [1] int32: not zero leaves every result as it is
+  TensorView source;
+  TensorView source_table, amax;
+  TensorView encode;          // multipliers of delayed scaling
+  TensorView skip;            // not zero leaves every result as it is
   std::string rule = "fp32";  // as in Quantize, with the next
   int64_t block = 0;
   int64_t block_outer = 1;
@@ -666,11 +630,11 @@ struct ShardCast : StoredForms, StoredBuffers {
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("source", source);
-    v.input("source_table", source_table);
-    v.input("amax", amax);
-    v.optional("encode", encode);
-    v.optional("skip", skip);
+    v.input("source", source, "[G, A, B] plain");
+    v.input("source_table", source_table, "[3, G] int64");
+    v.input("amax", amax, "[G, L] int32");
+    v.optional("encode", encode, "[G] float32");
+    v.optional("skip", skip, "[1] int32");
     visit_buffers(v);
     visit_forms(v);
     v.param("rule", rule);
@@ -712,24 +676,22 @@ inline Quantize whole_of(const ShardCast& call) {
 // Delayed scaling, once a step: multipliers from the history of amaxes (numerics 2.5), for R operand roles at once.
 struct ScaleUpdate {
   static constexpr const char* kName = "scale_update";
-  TensorView scale;           // [R, G] float32: multipliers
-  TensorView history;         // [R, L, G] float32: amaxes, slot 0 the newest
-  TensorView top;             // [R] float32: FMAX * 2^-margin of each role
+  TensorView scale;           // multipliers
+  TensorView history;         // amaxes, slot 0 the newest
+  TensorView top;             // FMAX * 2^-margin of each role
   TensorView into_new_scale;  // the caller's buffers, each the memory of the result of that name
-  TensorView into_new_history;
-  TensorView new_scale;
-  TensorView new_history;
+  TensorView into_new_history, new_scale, new_history;
   std::string algorithm = "max";  // over the history: max, most_recent
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("scale", scale);
-    v.input("history", history);
-    v.input("top", top);
-    v.optional("into_new_scale", into_new_scale);
-    v.optional("into_new_history", into_new_history);
-    v.output("new_scale", new_scale);
-    v.output("new_history", new_history);
+    v.input("scale", scale, "[R, G] float32");
+    v.input("history", history, "[R, L, G] float32");
+    v.input("top", top, "[R] float32");
+    v.optional("into_new_scale", into_new_scale, "as new_scale");
+    v.optional("into_new_history", into_new_history, "as new_history");
+    v.output("new_scale", new_scale, "[R, G] float32");
+    v.output("new_history", new_history, "[R, L, G] float32");
     v.param("algorithm", algorithm);
   }
 };

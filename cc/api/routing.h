@@ -16,16 +16,16 @@ namespace grouped {
 // The gradient of the logits is the same call on the gradient of the result.
 struct Jitter {
   static constexpr const char* kName = "jitter";
-  TensorView logits;  // [T, E] float32
-  TensorView key;     // [2] uint32, low word first
-  TensorView result;  // [T, E] float32
+  TensorView logits;
+  TensorView key;  // low word first
+  TensorView result;
   float eps = 0;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("logits", logits);
-    v.input("key", key);
-    v.output("result", result);
+    v.input("logits", logits, "[T, E] float32");
+    v.input("key", key, "[2] uint32");
+    v.output("result", result, "[T, E] float32");
     v.param("eps", eps);
   }
 };
@@ -34,16 +34,16 @@ struct Jitter {
 // scaling rows, then columns. Masked tokens take no part; their rows are zero.
 struct Sinkhorn {
   static constexpr const char* kName = "sinkhorn";
-  TensorView logits;  // [T, E] float32
-  TensorView mask;    // [T] uint8: 0 for padding
-  TensorView result;  // [T, E] float32
+  TensorView logits;
+  TensorView mask;  // 0 for padding
+  TensorView result;
   int64_t iterations = 0;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("logits", logits);
-    v.optional("mask", mask);
-    v.output("result", result);
+    v.input("logits", logits, "[T, E] float32");
+    v.optional("mask", mask, "[T] uint8");
+    v.output("result", result, "[T, E] float32");
     v.param("iterations", iterations);
   }
 };
@@ -70,13 +70,10 @@ struct ScoreParams {
 // group_topk best. `given` replaces the choice. Masked tokens have experts -1 and weights of zero.
 struct Router {
   static constexpr const char* kName = "router";
-  TensorView logits;   // [T, E] float32
-  TensorView bias;     // [E] float32
-  TensorView mask;     // [T] uint8: 0 for padding
-  TensorView given;    // [T, k] int32: experts chosen elsewhere
-  TensorView ranking;  // [T, E] float32
-  TensorView weights;  // [T, k] float32
-  TensorView experts;  // [T, k] int32
+  TensorView logits, bias;
+  TensorView mask;   // 0 for padding
+  TensorView given;  // experts chosen elsewhere
+  TensorView ranking, weights, experts;
   ScoreParams scores;
   int64_t num_groups = 1;
   int64_t topk_groups = 1;
@@ -84,13 +81,13 @@ struct Router {
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("logits", logits);
-    v.optional("bias", bias);
-    v.optional("mask", mask);
-    v.optional("given", given);
-    v.optional("ranking", ranking);
-    v.output("weights", weights);
-    v.output("experts", experts);
+    v.input("logits", logits, "[T, E] float32");
+    v.optional("bias", bias, "[E] float32");
+    v.optional("mask", mask, "[T] uint8");
+    v.optional("given", given, "[T, k] int32");
+    v.optional("ranking", ranking, "[T, E] float32");
+    v.output("weights", weights, "[T, k] float32");
+    v.output("experts", experts, "[T, k] int32");
     scores.visit(v);
     v.param("num_groups", num_groups);
     v.param("topk_groups", topk_groups);
@@ -103,24 +100,21 @@ struct Router {
 // and 1. Masked tokens and those past the sequences count nowhere, and their logits are not read.
 struct RouterSums {
   static constexpr const char* kName = "router_sums";
-  TensorView logits;              // [T, E] float32
-  TensorView experts;             // [T, k] int32, as the router gave them
-  TensorView mask;                // [T] uint8: 0 for padding
-  TensorView sequence_sizes;      // [S] int32
-  TensorView prob_sums;           // [S, E] float32
-  TensorView counts;              // [S, E] int32
-  TensorView stat_sums;           // [S, 3] float32
+  TensorView logits;
+  TensorView experts;  // as the router gave them
+  TensorView mask;     // 0 for padding
+  TensorView sequence_sizes, prob_sums, counts, stat_sums;
   std::string score = "softmax";  // as of ScoreParams
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("logits", logits);
-    v.input("experts", experts);
-    v.optional("mask", mask);
-    v.input("sequence_sizes", sequence_sizes);
-    v.output("prob_sums", prob_sums);
-    v.output("counts", counts);
-    v.output("stat_sums", stat_sums);
+    v.input("logits", logits, "[T, E] float32");
+    v.input("experts", experts, "[T, k] int32");
+    v.optional("mask", mask, "[T] uint8");
+    v.input("sequence_sizes", sequence_sizes, "[S] int32");
+    v.output("prob_sums", prob_sums, "[S, E] float32");
+    v.output("counts", counts, "[S, E] int32");
+    v.output("stat_sums", stat_sums, "[S, 3] float32");
     v.param("score", score);
   }
 };
@@ -130,30 +124,27 @@ struct RouterSums {
 // sequences have no part of the latter two.
 struct RouterGrad {
   static constexpr const char* kName = "router_grad";
-  TensorView logits;          // [T, E] float32
-  TensorView experts;         // [T, k] int32, as the router gave them
-  TensorView mask;            // [T] uint8
-  TensorView kept;            // [T, k] int32: negative where a slot was dropped, whose weight has no gradient then
-  TensorView d_weights;       // [T, k] float32
-  TensorView sequence_sizes;  // [S] int32; present where the next three are
-  TensorView slopes;          // [S, E] float32
-  TensorView z_slope;         // [1] float32
-  TensorView d_losses;        // [2] float32
-  TensorView result;          // [T, E] float32
+  TensorView logits;
+  TensorView experts;  // as the router gave them
+  TensorView mask;
+  TensorView kept;  // negative where a slot was dropped, whose weight has no gradient then
+  TensorView d_weights;
+  TensorView sequence_sizes;  // present where the next three are
+  TensorView slopes, z_slope, d_losses, result;
   ScoreParams scores;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("logits", logits);
-    v.input("experts", experts);
-    v.optional("mask", mask);
-    v.optional("kept", kept);
-    v.optional("d_weights", d_weights);
-    v.optional("sequence_sizes", sequence_sizes);
-    v.optional("slopes", slopes);
-    v.optional("z_slope", z_slope);
-    v.optional("d_losses", d_losses);
-    v.output("result", result);
+    v.input("logits", logits, "[T, E] float32");
+    v.input("experts", experts, "[T, k] int32");
+    v.optional("mask", mask, "[T] uint8");
+    v.optional("kept", kept, "[T, k] int32");
+    v.optional("d_weights", d_weights, "[T, k] float32");
+    v.optional("sequence_sizes", sequence_sizes, "[S] int32");
+    v.optional("slopes", slopes, "[S, E] float32, with sequence_sizes");
+    v.optional("z_slope", z_slope, "[1] float32, with sequence_sizes");
+    v.optional("d_losses", d_losses, "[2] float32, with sequence_sizes");
+    v.output("result", result, "[T, E] float32");
     scores.visit(v);
   }
 };
@@ -165,30 +156,23 @@ struct RouterGrad {
 // Slots that were dropped pass through, 0 where they are absent, so that metrics need no launch of their own.
 struct RouterLosses {
   static constexpr const char* kName = "router_losses";
-  TensorView prob_sums;  // [S, E] float32
-  TensorView counts;     // [S, E] int32
-  TensorView stat_sums;  // [S, 3] float32
-  TensorView dropped;    // [1] int32
-  TensorView losses;     // [3] float32
-  TensorView slopes;     // [S, E] float32
-  TensorView z_slope;    // [1] float32
-  TensorView lost;       // [1] int32
-  TensorView overflow;   // [1] uint8: whether any slot was dropped
-  int64_t slots = 1;     // k
+  TensorView prob_sums, counts, stat_sums, dropped, losses, slopes, z_slope, lost;
+  TensorView overflow;  // whether any slot was dropped
+  int64_t slots = 1;    // k
   float aux_coeff = 0;
   float z_coeff = 0;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("prob_sums", prob_sums);
-    v.input("counts", counts);
-    v.input("stat_sums", stat_sums);
-    v.optional("dropped", dropped);
-    v.output("losses", losses);
-    v.output("slopes", slopes);
-    v.output("z_slope", z_slope);
-    v.output("lost", lost);
-    v.output("overflow", overflow);
+    v.input("prob_sums", prob_sums, "[S, E] float32");
+    v.input("counts", counts, "[S, E] int32");
+    v.input("stat_sums", stat_sums, "[S, 3] float32");
+    v.optional("dropped", dropped, "[1] int32");
+    v.output("losses", losses, "[3] float32");
+    v.output("slopes", slopes, "[S, E] float32");
+    v.output("z_slope", z_slope, "[1] float32");
+    v.output("lost", lost, "[1] int32");
+    v.output("overflow", overflow, "[1] uint8");
     v.param("slots", slots);
     v.param("aux_coeff", aux_coeff);
     v.param("z_coeff", z_coeff);
@@ -198,15 +182,13 @@ struct RouterLosses {
 // counts[s, e] = slots of sequence s that chose expert e; tokens past the sequences count nowhere.
 struct CountExperts {
   static constexpr const char* kName = "count_experts";
-  TensorView experts;         // [T, k] int32
-  TensorView sequence_sizes;  // [S] int32
-  TensorView counts;          // [S, E] int32
+  TensorView experts, sequence_sizes, counts;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("experts", experts);
-    v.input("sequence_sizes", sequence_sizes);
-    v.output("counts", counts);
+    v.input("experts", experts, "[T, k] int32");
+    v.input("sequence_sizes", sequence_sizes, "[S] int32");
+    v.output("counts", counts, "[S, G] int32");
   }
 };
 
@@ -214,22 +196,18 @@ struct CountExperts {
 // by_weight = 0 the first ones. The others become -1 in `kept` and 0 in `kept_weights`; dropped[0] counts them.
 struct DropSlots {
   static constexpr const char* kName = "drop_slots";
-  TensorView experts;       // [T, k] int32
-  TensorView weights;       // [T, k] float32
-  TensorView kept;          // [T, k] int32
-  TensorView kept_weights;  // [T, k] float32
-  TensorView dropped;       // [1] int32
+  TensorView experts, weights, kept, kept_weights, dropped;
   int64_t num_experts = 0;  // E
   int64_t capacity = 0;
   int64_t by_weight = 0;  // 1: the largest weights stay; 0: the first slots
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("experts", experts);
-    v.input("weights", weights);
-    v.output("kept", kept);
-    v.output("kept_weights", kept_weights);
-    v.output("dropped", dropped);
+    v.input("experts", experts, "[T, k] int32");
+    v.input("weights", weights, "[T, k] float32");
+    v.output("kept", kept, "[T, k] int32");
+    v.output("kept_weights", kept_weights, "[T, k] float32");
+    v.output("dropped", dropped, "[1] int32");
     v.param("num_experts", num_experts);
     v.param("capacity", capacity);
     v.param("by_weight", by_weight);
@@ -240,24 +218,24 @@ struct DropSlots {
 // stays empty; slots that find no row among M are dropped, the last ones first.
 struct SortSlots {
   static constexpr const char* kName = "sort_slots";
-  TensorView experts;      // [T, k] int32
-  TensorView weights;      // [T, k] float32; present where row_weights are
+  TensorView experts;
+  TensorView weights;      // present where row_weights are
   TensorView group_sizes;  // [G] int32, with padding
-  TensorView source;       // [M] int32: slot of each row, -1 for padding and behind the last row
-  TensorView inverse;      // [T, k] int32: row of each slot, -1 where it has none
-  TensorView dropped;      // [1] int32: slots that have an expert and no row
-  TensorView row_weights;  // [M] float32: weight of the slot in each row, 0 where there is none
+  TensorView source;       // slot of each row, -1 for padding and behind the last row
+  TensorView inverse;      // row of each slot, -1 where it has none
+  TensorView dropped;      // slots that have an expert and no row
+  TensorView row_weights;  // weight of the slot in each row, 0 where there is none
   int64_t align = 1;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("experts", experts);
-    v.optional("weights", weights);
-    v.output("group_sizes", group_sizes);
-    v.output("source", source);
-    v.output("inverse", inverse);
-    v.output("dropped", dropped);
-    v.optional_output("row_weights", row_weights);
+    v.input("experts", experts, "[T, k] int32");
+    v.optional("weights", weights, "[T, k] float32");
+    v.output("group_sizes", group_sizes, "[G] int32");
+    v.output("source", source, "[M] int32");
+    v.output("inverse", inverse, "[T, k] int32");
+    v.output("dropped", dropped, "[1] int32");
+    v.optional_output("row_weights", row_weights, "[M] float32, with weights");
     v.param("align", align);
   }
 };
@@ -268,29 +246,29 @@ struct SortSlots {
 struct SendOrder {
   static constexpr const char* kName = "send_order";
   TensorView group_sizes;  // [E] int32, without padding
-  TensorView source;       // [M] int32: slot of each row, by expert
-  TensorView inverse;      // [T, k] int32: row of each slot, -1 where it has none
-  TensorView weights;      // [T, k] float32; present where row_weights are
-  TensorView kept_sizes;   // [E] int32: rows of each expert that have a place
-  TensorView sent;         // [P B] int32: slot in each place, -1 where there is none
-  TensorView experts;      // [P B] int32: its expert, counted from the first of the rank, -1 where there is none
-  TensorView places;       // [T, k] int32: place of each slot, -1 where it has none
-  TensorView dropped;      // [1] int32: slots that have a row and no place
-  TensorView row_weights;  // [P B] float32: weight of the slot in each place, 0 where there is none
+  TensorView source;       // slot of each row, by expert
+  TensorView inverse;      // row of each slot, -1 where it has none
+  TensorView weights;      // present where row_weights are
+  TensorView kept_sizes;   // rows of each expert that have a place
+  TensorView sent;         // slot in each place, -1 where there is none
+  TensorView experts;      // its expert, counted from the first of the rank, -1 where there is none
+  TensorView places;       // place of each slot, -1 where it has none
+  TensorView dropped;      // slots that have a row and no place
+  TensorView row_weights;  // weight of the slot in each place, 0 where there is none
   int64_t ranks = 1;       // P
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("group_sizes", group_sizes);
-    v.input("source", source);
-    v.input("inverse", inverse);
-    v.optional("weights", weights);
-    v.output("kept_sizes", kept_sizes);
-    v.output("sent", sent);
-    v.output("experts", experts);
-    v.output("places", places);
-    v.output("dropped", dropped);
-    v.optional_output("row_weights", row_weights);
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.input("source", source, "[M] int32");
+    v.input("inverse", inverse, "[T, k] int32");
+    v.optional("weights", weights, "[T, k] float32");
+    v.output("kept_sizes", kept_sizes, "[G] int32");
+    v.output("sent", sent, "[P] int32");
+    v.output("experts", experts, "[P] int32");
+    v.output("places", places, "[T, k] int32");
+    v.output("dropped", dropped, "[1] int32");
+    v.optional_output("row_weights", row_weights, "[P] float32, with weights");
     v.param("ranks", ranks);
   }
 };
@@ -299,18 +277,17 @@ struct SendOrder {
 // row that stands in each padded row, -1 for padding, and the place of each row, -1 for rows past the groups.
 struct PadGroups {
   static constexpr const char* kName = "pad_groups";
-  TensorView group_sizes;   // [G] int32
-  TensorView padded_sizes;  // [G] int32
-  TensorView source;        // [P] int32, P at least M + G (align - 1)
-  TensorView inverse;       // [M] int32
+  TensorView group_sizes, padded_sizes;
+  TensorView source;  // P is at least M + G (align - 1)
+  TensorView inverse;
   int64_t align = 1;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("group_sizes", group_sizes);
-    v.output("padded_sizes", padded_sizes);
-    v.output("source", source);
-    v.output("inverse", inverse);
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.output("padded_sizes", padded_sizes, "[G] int32");
+    v.output("source", source, "[P] int32");
+    v.output("inverse", inverse, "[M] int32");
     v.param("align", align);
   }
 };
@@ -321,19 +298,19 @@ struct PadGroups {
 // 1 columns are gathered: result[:, r] = rows[:, source[r] / slots], from rows [C, N] by a source [M].
 struct GatherRows {
   static constexpr const char* kName = "gather_rows";
-  TensorView rows;     // [N, H] or [N]
-  TensorView source;   // [M] or [T, k] int32
-  TensorView weights;  // [N, slots] float32
-  TensorView result;   // [M, H], [M], [T, k, H] or [T, k], the type of rows
-  int64_t slots = 1;   // rows of the result that may come from one row
-  int64_t axis = 0;    // 1: columns in place of rows
+  TensorView rows;
+  TensorView source;
+  TensorView weights;
+  TensorView result;  // [M, H], [M], [T, k, H] or [T, k], the type of rows
+  int64_t slots = 1;  // rows of the result that may come from one row
+  int64_t axis = 0;   // 1: columns in place of rows
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("rows", rows);
-    v.input("source", source);
-    v.optional("weights", weights);
-    v.output("result", result);
+    v.input("rows", rows, "[?, ?] | [?] any");
+    v.input("source", source, "[M] | [T, k] int32");
+    v.optional("weights", weights, "[?, ?] float32");
+    v.output("result", result, "[?] | [?, ?] | [?, ?, ?] as rows");
     v.param("slots", slots);
     v.param("axis", axis);
   }
@@ -343,36 +320,32 @@ struct GatherRows {
 // each rounded, and one rounding to the result's type. Places whose index is outside of 0 ... M - 1 add nothing.
 struct CombineRows {
   static constexpr const char* kName = "combine_rows";
-  TensorView rows;     // [M, H]
-  TensorView inverse;  // [T, k] int32
-  TensorView weights;  // [T, k] float32; absent: 1
+  TensorView rows, inverse;
+  TensorView weights;  // absent: 1
   TensorView into;     // the caller's buffer, the same memory as `result`
-  TensorView result;   // [T, H]
+  TensorView result;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("rows", rows);
-    v.input("inverse", inverse);
-    v.optional("weights", weights);
-    v.optional("into", into);
-    v.output("result", result);
+    v.input("rows", rows, "[M, H] plain");
+    v.input("inverse", inverse, "[T, k] int32");
+    v.optional("weights", weights, "[T, k] float32");
+    v.optional("into", into, "as result");
+    v.output("result", result, "[T, H] plain");
   }
 };
 
 // result[t, j] = <rows[inverse[t, j]], grad[t]>, one fp32 sum in a fixed order; 0 where the index is out of range.
 struct CombineDot {
   static constexpr const char* kName = "combine_dot";
-  TensorView rows;     // [M, H]
-  TensorView grad;     // [T, H]
-  TensorView inverse;  // [T, k] int32
-  TensorView result;   // [T, k] float32
+  TensorView rows, grad, inverse, result;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("rows", rows);
-    v.input("grad", grad);
-    v.input("inverse", inverse);
-    v.output("result", result);
+    v.input("rows", rows, "[M, H] plain");
+    v.input("grad", grad, "[T, H] plain");
+    v.input("inverse", inverse, "[T, k] int32");
+    v.output("result", result, "[T, k] float32");
   }
 };
 
@@ -380,16 +353,14 @@ struct CombineDot {
 // id alone. An id outside of the table has experts -1.
 struct HashExperts {
   static constexpr const char* kName = "hash_experts";
-  TensorView token_ids;     // [T] int32
-  TensorView table;         // [V, k] int32
-  TensorView experts;       // [T, k] int32
+  TensorView token_ids, table, experts;
   int64_t num_experts = 0;  // E
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("token_ids", token_ids);
-    v.optional("table", table);
-    v.output("experts", experts);
+    v.input("token_ids", token_ids, "[T] int32");
+    v.optional("table", table, "[V, k] int32");
+    v.output("experts", experts, "[T, k] int32");
     v.param("num_experts", num_experts);
   }
 };
@@ -397,16 +368,14 @@ struct HashExperts {
 // result[e] = bias[e] + rate * sign(mean of load - load[e]); the sign is found in integers.
 struct BiasUpdate {
   static constexpr const char* kName = "bias_update";
-  TensorView bias;    // [E] float32
-  TensorView load;    // [E] int32
-  TensorView result;  // [E] float32
+  TensorView bias, load, result;
   float rate = 0;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("bias", bias);
-    v.input("load", load);
-    v.output("result", result);
+    v.input("bias", bias, "[G] float32");
+    v.input("load", load, "[G] int32");
+    v.output("result", result, "[G] float32");
     v.param("rate", rate);
   }
 };
@@ -415,10 +384,7 @@ struct BiasUpdate {
 // the last bin; alpha_t is the (k + 1)-th largest of score + bias. Masked tokens and NaN margins count nowhere.
 struct MarginHistogram {
   static constexpr const char* kName = "margin_histogram";
-  TensorView logits;              // [T, E] float32
-  TensorView bias;                // [E] float32
-  TensorView mask;                // [T] uint8
-  TensorView counts;              // [E, bins] int32
+  TensorView logits, bias, mask, counts;
   int64_t slots = 1;              // k
   std::string score = "sigmoid";  // as of ScoreParams
   float low = 0;
@@ -426,10 +392,10 @@ struct MarginHistogram {
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("logits", logits);
-    v.input("bias", bias);
-    v.optional("mask", mask);
-    v.output("counts", counts);
+    v.input("logits", logits, "[T, E] float32");
+    v.input("bias", bias, "[E] float32");
+    v.optional("mask", mask, "[T] uint8");
+    v.output("counts", counts, "[E, bins] int32");
     v.param("slots", slots);
     v.param("score", score);
     v.param("low", low);
@@ -441,16 +407,15 @@ struct MarginHistogram {
 // first bin on, reach k / E of all its counts; 0 for an expert without counts.
 struct QuantileBias {
   static constexpr const char* kName = "quantile_bias";
-  TensorView counts;  // [E, bins] int32
-  TensorView result;  // [E] float32
+  TensorView counts, result;
   int64_t slots = 1;  // k
   float low = 0;
   float high = 0;
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("counts", counts);
-    v.output("result", result);
+    v.input("counts", counts, "[G, bins] int32");
+    v.output("result", result, "[G] float32");
     v.param("slots", slots);
     v.param("low", low);
     v.param("high", high);
@@ -468,8 +433,8 @@ struct SplitParts {
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("source", source);
-    v.output("result", result);
+    v.input("source", source, "[...] float32");
+    v.output("result", result, "[...] bfloat16");
     v.param("axis", axis);
     v.param("order", order);
   }
@@ -485,8 +450,8 @@ struct SumParts {
 
   template <class Visitor>
   void visit(Visitor&& v) {
-    v.input("source", source);
-    v.output("result", result);
+    v.input("source", source, "[...] float32");
+    v.output("result", result, "[...] float32");
     v.param("axis", axis);
     v.param("count", count);
   }

@@ -124,9 +124,10 @@ class Exchange::Facts {
   nb::dlpack::device device_{};  // type 0 is no device
 };
 
-Exchange::Exchange(nb::handle tensor_type, nb::handle plain_subclass)
+Exchange::Exchange(nb::handle tensor_type, nb::handle plain_subclass, nb::handle threads)
     : type_(nb::borrow(tensor_type)),
       plain_subclass_(nb::borrow(plain_subclass)),
+      threads_(nb::borrow(threads)),
       dispatch_name_(nb::str("__torch_dispatch__")),
       dispatch_(nb::getattr(tensor_type, dispatch_name_, nb::none())) {
   const nb::object capsule = nb::getattr(tensor_type, "__dlpack_c_exchange_api__", nb::none());
@@ -158,6 +159,8 @@ DlTensor Exchange::read(PyObject* object) const {
   if (!view(object, &t)) throw std::invalid_argument("an operand is no tensor in plain memory");
   return t;
 }
+
+int Exchange::threads() const { return threads_.is_none() ? 0 : nb::cast<int>(threads_()); }
 
 bool Exchange::append_facts(nb::handle operands, std::string* text) const {
   Facts facts(*this, text);
@@ -192,9 +195,12 @@ bool Exchange::plain(PyTypeObject* type) const {
 
 void define_exchange(nb::module_& module) {
   nb::class_<Exchange>(module, "Exchange", "Reads tensors of one type through DLPack's C exchange interface.")
-      .def(nb::init<nb::handle, nb::handle>(), nb::arg("tensor_type"), nb::arg("plain_subclass") = nb::none(),
-           nb::sig("def __init__(self, tensor_type: type, plain_subclass: type | None = None) -> None"),
+      .def(nb::init<nb::handle, nb::handle, nb::handle>(), nb::arg("tensor_type"),
+           nb::arg("plain_subclass") = nb::none(), nb::arg("threads") = nb::none(),
+           nb::sig("def __init__(self, tensor_type: type, plain_subclass: type | None = None, "
+                   "threads: collections.abc.Callable[[], int] | None = None) -> None"),
            "`plain_subclass`: a subclass without a `__torch_dispatch__` of its own, recognised without asking for it.\n"
+           "`threads`: asked before each launch on the CPU, which then uses at most so many threads.\n"
            "Raises TypeError for a type that does not offer the interface.")
       .def("describe", &Exchange::describe, nb::arg("operands"),
            nb::sig("def describe(self, operands: tuple[object, ...]) -> bytes | None"),

@@ -20,7 +20,11 @@ struct ExchangeTable;
 class Exchange {
  public:
   // `plain_subclass`: has no dispatch of its own and is recognised without asking for it; None: there is none.
-  Exchange(nanobind::handle tensor_type, nanobind::handle plain_subclass);
+  // `threads`: says how many threads the library would use on the CPU; None: as many as there are.
+  Exchange(nanobind::handle tensor_type, nanobind::handle plain_subclass, nanobind::handle threads);
+
+  // What `threads` says now; 0: as many as there are.
+  int threads() const;
 
   // False, without a Python error, for what is no tensor in plain memory.
   bool view(PyObject* object, DlTensor* out) const;
@@ -42,6 +46,7 @@ class Exchange {
 
   nanobind::object type_;
   nanobind::object plain_subclass_;
+  nanobind::object threads_;
   nanobind::object dispatch_name_;
   nanobind::object dispatch_;
   const ExchangeTable* table_ = nullptr;

@@ -22,7 +22,6 @@ namespace grouped {
 // Scratch memory starts at a multiple of this. Edges allocate as much again, because neither XLA nor torch on the CPU
 // promises such an alignment.
 constexpr size_t kWorkspaceAlign = 256;
-constexpr size_t kMaxSlots = 64;  // inputs and outputs of one call
 
 // What an edge brings to a launch.
 struct Buffers {
@@ -33,75 +32,20 @@ struct Buffers {
   Pool* pool = nullptr;
 };
 
-// What the slots of a call are called and which belong together, found once for each kind of call.
-struct Slots {
-  std::vector<std::string> names;  // inputs, then outputs
-  std::vector<int> table;          // by slot: the input that holds its addresses where it is not packed; -1: none
-  size_t inputs = 0;
-  std::vector<std::pair<size_t, size_t>> shared;  // (input, output): `into` and the first, `into_x` and x
-
-  void input(const char* name, TensorView& view) { optional(name, view); }
-  void optional(const char* name, TensorView&) {
-    names.emplace_back(name);
-    ++inputs;
-  }
-  void output(const char* name, TensorView&) { names.emplace_back(name); }
-  void optional_output(const char* name, TensorView&) { names.emplace_back(name); }
-  template <class T>
-  void param(const char*, T&) {}
-
-  template <class Call>
-  static const Slots& of() {
-    static const Slots slots = [] {
-      Slots found;
-      Call().visit(found);
-      GROUPED_CHECK(found.names.size() <= kMaxSlots, std::string(Call::kName) + " has more slots than kMaxSlots");
-      const auto position = [&](const std::string& name) {
-        for (size_t i = 0; i < found.inputs; ++i) {
-          if (found.names[i] == name) return static_cast<int>(i);
-        }
-        return -1;
-      };
-      for (size_t i = found.inputs; i < found.names.size(); ++i) {
-        const int into = position(i == found.inputs ? "into" : "");
-        const int named = position("into_" + found.names[i]);
-        if (into >= 0) found.shared.emplace_back(static_cast<size_t>(into), i);
-        if (named >= 0) found.shared.emplace_back(static_cast<size_t>(named), i);
-      }
-      for (size_t i = 0; i < found.names.size(); ++i) {
-        // A destination that is reached through addresses has no packed buffer, on either side.
-        found.table.push_back(position((i < found.inputs ? found.names[i] : "into") + "_table"));
-      }
-      return found;
-    }();
-    return slots;
-  }
-};
-
-// The slots of one call, in the order of `Slots`.
-struct Views {
-  const TensorView* all[kMaxSlots];
-  size_t count = 0;
-
-  void input(const char*, TensorView& view) { all[count++] = &view; }
-  void optional(const char*, TensorView& view) { all[count++] = &view; }
-  void output(const char*, TensorView& view) { all[count++] = &view; }
-  void optional_output(const char*, TensorView& view) { all[count++] = &view; }
-  template <class T>
-  void param(const char*, T&) {}
-};
-
 // Which addresses a launch cannot do without: a null or unshared buffer would be a crash or a silent copy.
 class AddressRules {
  public:
   template <class Call>
   static AddressRules of(Call call) {
-    const Slots& slots = Slots::of<Call>();
+    const Schema& slots = schema<Call>();
     AddressRules rules;
     Views views;
     call.visit(views);
-    const auto tabled = [&](size_t i) { return slots.table[i] >= 0 && views.all[slots.table[i]]->present(); };
-    for (size_t i = 0; i < slots.names.size(); ++i) {
+    const auto tabled = [&](size_t i) {
+      const int table = slots.slots[i].table;
+      return table >= 0 && views.all[table]->present();
+    };
+    for (size_t i = 0; i < slots.slots.size(); ++i) {
       const TensorView& view = *views.all[i];
       if (view.present() && view.elements() > 0 && !tabled(i)) rules.required_ |= uint64_t{1} << i;
     }
@@ -116,11 +60,11 @@ class AddressRules {
   std::string wrong(const uintptr_t* addresses) const {
     for (uint64_t left = required_; left != 0; left &= left - 1) {
       const size_t slot = static_cast<size_t>(__builtin_ctzll(left));
-      if (addresses[slot] == 0) return "the address of `" + Slots::of<Call>().names[slot] + "` is null";
+      if (addresses[slot] == 0) return "the address of `" + schema<Call>().slots[slot].name + "` is null";
     }
     for (const auto& [into, result] : shared_) {
       if (addresses[into] == addresses[result]) continue;
-      return "`" + Slots::of<Call>().names[into] + "` and the result are not the same buffer; alias them";
+      return "`" + schema<Call>().slots[into].name + "` and the result are not the same buffer; alias them";
     }
     return "";
   }
@@ -134,10 +78,10 @@ class AddressRules {
 struct AddressSetter {
   const uintptr_t* next;
 
-  void input(const char*, TensorView& view) { view.data = reinterpret_cast<void*>(*next++); }
-  void optional(const char*, TensorView& view) { view.data = reinterpret_cast<void*>(*next++); }
-  void output(const char*, TensorView& view) { view.data = reinterpret_cast<void*>(*next++); }
-  void optional_output(const char*, TensorView& view) { view.data = reinterpret_cast<void*>(*next++); }
+  void input(const char*, TensorView& view, const char*) { view.data = reinterpret_cast<void*>(*next++); }
+  void optional(const char*, TensorView& view, const char*) { view.data = reinterpret_cast<void*>(*next++); }
+  void output(const char*, TensorView& view, const char*) { view.data = reinterpret_cast<void*>(*next++); }
+  void optional_output(const char*, TensorView& view, const char*) { view.data = reinterpret_cast<void*>(*next++); }
   template <class T>
   void param(const char*, T&) {}
 };
@@ -223,7 +167,7 @@ class Prepared {
     Views views;
     call.visit(views);
     const size_t slot = static_cast<size_t>(std::find(views.all, views.all + views.count, odd) - views.all);
-    return text + ", because the address of `" + Slots::of<Call>().names[slot] + "` is no multiple of " +
+    return text + ", because the address of `" + schema<Call>().slots[slot].name + "` is no multiple of " +
            std::to_string(kAlignment) + "; align it, or allocate as many";
   }
 

@@ -3,6 +3,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -22,6 +23,7 @@
 #include "cc/bind/python.h"
 #include "cc/bind/xla.h"
 #include "cc/cpu/panel.h"
+#include "cc/cpu/parallel.h"
 
 namespace nb = nanobind;
 
@@ -56,23 +58,28 @@ nb::dict kernels() {
 }
 
 template <class Call>
-void add_signature(nb::dict* calls) {
-  const Signature& s = signature<Call>();
-  nb::list inputs, outputs;
-  for (const Slot& slot : s.inputs) inputs.append(nb::make_tuple(slot.name, slot.optional));
-  for (const Slot& slot : s.outputs) outputs.append(nb::make_tuple(slot.name, slot.optional));
-  nb::dict description;
-  description["inputs"] = inputs;
-  description["outputs"] = outputs;
-  description["params"] = nb::cast(s.params);
-  (*calls)[Call::kName] = description;
+void add_schema(nb::dict* calls) {
+  const Schema& s = schema<Call>();
+  nb::dict inputs, outputs, params;
+  for (size_t i = 0; i < s.slots.size(); ++i) {
+    const SlotSchema& slot = s.slots[i];
+    (i < s.inputs ? inputs : outputs)[slot.name.c_str()] = (slot.optional ? "optional " : "") + slot.text;
+  }
+  for (const auto& [name, initial] : s.params) params[name.c_str()] = nb::cast(initial);
+  (*calls)[Call::kName] = nb::make_tuple(inputs, outputs, params);
 }
 
-nb::dict calls() {
-  nb::dict result;
-#define X(Call) add_signature<Call>(&result);
+nb::dict schemas() {
+  nb::dict calls;
+#define X(Call) add_schema<Call>(&calls);
   GROUPED_CALLS(X)
 #undef X
+  return calls;
+}
+
+nb::dict types() {
+  nb::dict result;
+  for (const auto& [name, members] : type_sets()) result[name.c_str()] = nb::tuple(nb::cast(members));
   return result;
 }
 
@@ -139,9 +146,17 @@ NB_MODULE(_native, m) {
   m.def("handlers", &handlers, nb::sig("def handlers() -> dict[str, dict[str, object]]"),
         "Capsules to register with XLA: platform (\"cpu\", \"CUDA\") -> target (\"jg_<call>_v1\") -> handler.");
   m.def("kernels", &kernels, nb::sig("def kernels() -> dict[str, list[str]]"), "Every call's kernels, best first.");
-  m.def("calls", &calls, nb::sig("def calls() -> dict[str, dict[str, list]]"),
-        "Every call's \"inputs\" and \"outputs\" [(name, optional)] in slot order, and \"params\" (names).");
+  m.def("schema", &schemas,
+        nb::sig("def schema() -> dict[str, tuple[dict[str, str], dict[str, str], dict[str, int | float | str]]]"),
+        "Every call's operands and results, name to words, and parameters, name to default, in order. The words are\n"
+        "those of cc/api/schema.h, behind \"optional\" where the slot may be absent.");
+  m.def("types", &types, nb::sig("def types() -> dict[str, tuple[str, ...]]"),
+        "The sets of element types that the words of `schema` name.");
   m.def("dtypes", &dtypes, "Names of the element types, as NumPy and ml_dtypes spell them.");
+  m.def(
+      "cpu_threads", [] { return own_pool().threads(); },
+      "Threads of the CPU kernels outside of JAX, which brings its own: one for each processor that affinity and\n"
+      "cgroup quotas let this process keep busy, found at the first use.");
   m.def("cpu_isa", [] { return std::string(cpu_isa()); }, "Instruction set that the CPU kernels use on this machine.");
   m.def("device_arch", &device_arch, nb::arg("device"),
         "Arch of a CUDA device, as plans take it: \"sm_90a\". Raises RuntimeError where there is no such device, or\n"

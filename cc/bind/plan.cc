@@ -15,19 +15,21 @@ class PlanOf final : public Plan {
     refusals = choice.refusals;
     workspace_bytes = prepared_.with_room(choice.workspace_bytes);
     aligned_workspace_bytes = prepared_.with_room(choice.aligned_workspace_bytes);
-    slots = signature<Call>().inputs.size() + signature<Call>().outputs.size();
+    slots = schema<Call>().slots.size();
     platform = prepared_.target().platform;
   }
 
   size_t workspace_for(const uintptr_t* addresses) const override { return prepared_.workspace_bytes(addresses); }
 
-  void launch(const uintptr_t* addresses, uintptr_t workspace, size_t bytes, void* stream) const override {
+  void launch(const uintptr_t* addresses, uintptr_t workspace, size_t bytes, void* stream, int threads) const override {
     Buffers buffers;
     buffers.addresses = addresses;
     buffers.workspace = workspace;
     buffers.workspace_bytes = bytes;
     buffers.stream = stream;
-    if (platform == Platform::cpu) buffers.pool = &own_pool();
+    if (platform != Platform::cpu) return prepared_.launch(buffers);
+    ThreadsOf pool(own_pool(), threads);
+    buffers.pool = &pool;
     prepared_.launch(buffers);
   }
 

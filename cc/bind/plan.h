@@ -28,9 +28,10 @@ class Plan {
   // The same for these addresses, one a slot; 0 counts as aligned.
   virtual size_t workspace_for(const uintptr_t* addresses) const = 0;
 
-  // `bytes`: of the workspace, as allocated. Throws std::invalid_argument, also where it is too small for these
-  // addresses, or InternalError.
-  virtual void launch(const uintptr_t* addresses, uintptr_t workspace, size_t bytes, void* stream) const = 0;
+  // `bytes`: of the workspace, as allocated. `threads`: at most so many on the CPU; 0: one a usable processor. Throws
+  // std::invalid_argument, also where the workspace is too small for these addresses, or InternalError.
+  virtual void launch(const uintptr_t* addresses, uintptr_t workspace, size_t bytes, void* stream,
+                      int threads = 0) const = 0;
 };
 
 // Inputs stand in slot order, an absent one with rank -1. Throws std::invalid_argument where they do not fit the call.

@@ -64,9 +64,10 @@ class Launcher {
       last = exchange_->read(item_of(values, registers_[slot]));
       addresses[slot] = address_of(last) + offsets_[slot];
     }
-    const bool scratch = registers_.back() >= 0;
+    const size_t scratch = registers_.back() >= 0 ? bytes_of(last) : 0;
+    const int threads = plan_->platform == Platform::cpu ? exchange_->threads() : 0;
     const nb::gil_scoped_release unlocked;
-    plan_->launch(addresses, addresses[plan_->slots], scratch ? bytes_of(last) : 0, reinterpret_cast<void*>(stream));
+    plan_->launch(addresses, addresses[plan_->slots], scratch, reinterpret_cast<void*>(stream), threads);
   }
 
  private:

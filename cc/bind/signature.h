@@ -1,5 +1,5 @@
-// What a call looks like from outside: the names of its slots and parameters, and the ways in which the three edges
-// (XLA, plans, DLPack) fill it. Everything here is read off `visit`, so that a new call needs nothing in cc/bind.
+// The ways in which the three edges (XLA, plans, DLPack) fill a call. Everything here is read off `visit`, so that a
+// new call needs nothing in cc/bind.
 #pragma once
 
 #include <algorithm>
@@ -13,38 +13,9 @@
 #include <vector>
 
 #include "cc/api/calls.h"
+#include "cc/api/schema.h"
 
 namespace grouped {
-
-struct Slot {
-  std::string name;
-  bool optional;
-};
-
-struct Signature {
-  std::vector<Slot> inputs;   // in the order of `visit`: that of arguments, addresses and bits of `operands`
-  std::vector<Slot> outputs;  // likewise, bits of `results`
-  std::vector<std::string> params;
-
-  void input(const char* name, TensorView&) { inputs.push_back({name, false}); }
-  void optional(const char* name, TensorView&) { inputs.push_back({name, true}); }
-  void output(const char* name, TensorView&) { outputs.push_back({name, false}); }
-  void optional_output(const char* name, TensorView&) { outputs.push_back({name, true}); }
-  template <class T>
-  void param(const char* name, T&) {
-    params.emplace_back(name);
-  }
-};
-
-template <class Call>
-const Signature& signature() {
-  static const Signature value = [] {
-    Signature s;
-    Call().visit(s);
-    return s;
-  }();
-  return value;
-}
 
 // One static parameter as an edge found it. The text belongs to the edge and lives as long as the decoding.
 using ParamValue = std::variant<int64_t, float, std::string_view>;
@@ -58,16 +29,16 @@ class Decoder {
           const Params& params)
       : call_(call), inputs_(inputs), outputs_(outputs), params_(params) {}
 
-  void input(const char* name, TensorView& view) {
-    optional(name, view);
+  void input(const char* name, TensorView& view, const char* words) {
+    optional(name, view, words);
     if (!view.present()) fail("operand `" + std::string(name) + "` is absent; it must be given");
   }
-  void optional(const char*, TensorView& view) { view = inputs_[next_input_++]; }
-  void output(const char* name, TensorView& view) {
-    optional_output(name, view);
+  void optional(const char*, TensorView& view, const char*) { view = inputs_[next_input_++]; }
+  void output(const char* name, TensorView& view, const char* words) {
+    optional_output(name, view, words);
     if (!view.present()) fail("result `" + std::string(name) + "` is absent; it must be given");
   }
-  void optional_output(const char*, TensorView& view) { view = outputs_[next_output_++]; }
+  void optional_output(const char*, TensorView& view, const char*) { view = outputs_[next_output_++]; }
   void param(const char* name, int64_t& value) { decode(name, &value, "an integer"); }
   void param(const char* name, float& value) { decode(name, &value, "a float"); }
   void param(const char* name, std::string& value) { decode(name, &value, "a string"); }
@@ -108,11 +79,11 @@ class Decoder {
 
 template <class Call>
 Call decode_call(const std::vector<TensorView>& inputs, const std::vector<TensorView>& outputs, const Params& params) {
-  const Signature& s = signature<Call>();
-  if (inputs.size() != s.inputs.size() || outputs.size() != s.outputs.size()) {
+  const Schema& s = schema<Call>();
+  if (inputs.size() != s.inputs || outputs.size() != s.outputs()) {
     throw std::invalid_argument(std::string(Call::kName) + ": got " + std::to_string(inputs.size()) + " operands and " +
-                                std::to_string(outputs.size()) + " results, expected " +
-                                std::to_string(s.inputs.size()) + " and " + std::to_string(s.outputs.size()));
+                                std::to_string(outputs.size()) + " results, expected " + std::to_string(s.inputs) +
+                                " and " + std::to_string(s.outputs()));
   }
   Call call;
   Decoder decoder(Call::kName, inputs, outputs, params);
@@ -125,12 +96,12 @@ Call decode_call(const std::vector<TensorView>& inputs, const std::vector<Tensor
 struct Describer {
   std::string text;
 
-  void input(const char* name, TensorView& view) { add(name, describe(view)); }
-  void optional(const char* name, TensorView& view) {
+  void input(const char* name, TensorView& view, const char*) { add(name, describe(view)); }
+  void optional(const char* name, TensorView& view, const char*) {
     if (view.present()) add(name, describe(view));
   }
-  void output(const char* name, TensorView& view) { add(name, describe(view)); }
-  void optional_output(const char* name, TensorView& view) { optional(name, view); }
+  void output(const char* name, TensorView& view, const char*) { add(name, describe(view)); }
+  void optional_output(const char* name, TensorView& view, const char* words) { optional(name, view, words); }
   void param(const char* name, int64_t& value) { add(name, std::to_string(value)); }
   void param(const char* name, float& value) { add(name, std::to_string(value)); }
   void param(const char* name, std::string& value) { add(name, value); }

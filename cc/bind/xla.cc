@@ -104,9 +104,9 @@ template <class Call>
 void execute(Platform platform, void* stream, Pool* pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
              const ffi::Dictionary& dictionary) {
   const Attributes attributes(dictionary);
-  const Signature& names = signature<Call>();
-  std::vector<TensorView> inputs(names.inputs.size());
-  std::vector<TensorView> outputs(names.outputs.size());
+  const Schema& names = schema<Call>();
+  std::vector<TensorView> inputs(names.inputs);
+  std::vector<TensorView> outputs(names.outputs());
   std::vector<uintptr_t> addresses(inputs.size() + outputs.size(), 0);
   size_t next = 0;
   for (size_t slot = 0; slot < inputs.size(); ++slot) {

@@ -1,6 +1,11 @@
 #include <cstdlib>
 #include <new>
 
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "cc/cpu/panel.h"
 
 namespace grouped {
@@ -39,6 +44,8 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#elif defined(__aarch64__)
+bool has_neonbf16() { return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0; }
 #endif
 
 const Isa& best_isa() {
@@ -47,6 +54,9 @@ const Isa& best_isa() {
                                  : kIsaAvx512.supported()   ? &kIsaAvx512
                                  : kIsaAvx2.supported()     ? &kIsaAvx2
                                                             : &kIsaPlain;
+  return *best;
+#elif defined(__aarch64__)
+  static const Isa* const best = kIsaNeonBf16.supported() ? &kIsaNeonBf16 : &kIsaPlain;
   return *best;
 #else
   return kIsaPlain;

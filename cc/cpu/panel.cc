@@ -1,4 +1,5 @@
-// Compiled once for each instruction set, GROUPED_ISA naming the namespace: plain, avx2, avx512, avx512bf16.
+// Compiled once for each instruction set, GROUPED_ISA naming the namespace: plain, which all machines of an
+// architecture have (on aarch64 it includes NEON); avx2, avx512, avx512bf16; neonbf16.
 //
 // lhs is packed into panels of kTileRows rows, rhs into panels of kTileColumns columns, both depth-major, so that one
 // step along depth reads one short run of each and the tile of sums stays in registers. A unit of a panel is 32 bits:
@@ -6,6 +7,8 @@
 // with zeros. Sums continue over blocks of depth through a tile in memory instead of being added up: the order of an
 // element's sum depends on nothing but depth.
 #include "cc/cpu/panel.h"
+
+#include <utility>
 
 #include "cc/cpu/simd.h"
 
@@ -23,18 +26,20 @@ namespace {
 constexpr int kTileRows = 14;  // 28 sums, two vectors of rhs and one broadcast: 31 of 32 registers
 #elif defined(__AVX2__)
 constexpr int kTileRows = 6;  // 12 sums: 15 of 16 registers
+#elif defined(__ARM_NEON)
+constexpr int kTileRows = 12;  // 24 sums, two vectors of rhs, and lhs: 27 to 29 of 32 registers
 #else
 constexpr int kTileRows = 4;
 #endif
 constexpr int kTileColumns = 2 * kLanes;
-constexpr int kLhsWidth = kLanes;  // of a lhs panel: kTileRows and padding, so that its rows are aligned vectors
+// Of a lhs panel: kTileRows and padding, so that its rows are aligned vectors.
+constexpr int kLhsWidth = (kTileRows + kLanes - 1) / kLanes * kLanes;
 constexpr int64_t kTile = kTileRows * kTileColumns;
 
 constexpr int64_t kLine = 64;         // bytes of a cache line
 constexpr int64_t kDepthUnits = 256;  // a rhs panel of one depth block fits the first cache level
 constexpr int64_t kStripeUnits = 8;
 constexpr int64_t kChunkColumns = 128;  // rhs columns packed at a time; with the lhs block in the second level
-static_assert(kTileRows <= kLhsWidth, "a tile's rows fit a panel");
 static_assert(kPanelRows % kTileRows == 0 && kChunkColumns % kTileColumns == 0, "blocks are whole tiles");
 
 // Not shared with other files: of inline functions the linker keeps one, and this file is built for newer sets, too.
@@ -67,7 +72,7 @@ struct Decoded {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 struct Pairs {
   using Stored = uint16_t;
   static constexpr int64_t kDepth = 2;
@@ -78,7 +83,11 @@ struct Pairs {
     return first | (widen(load<U16>(from + stride)) << 16);
   }
   static GROUPED_INLINE F32 multiply_add(uint32_t lhs, U32 rhs, F32 sum) {
+#if defined(__AVX512BF16__)
     return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(static_cast<int>(lhs)), (__m512bh)rhs);
+#else
+    return (F32)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)vdupq_n_u32(lhs), (bfloat16x8_t)rhs);
+#endif
   }
 };
 using BFloat16Panel = Pairs;
@@ -231,23 +240,14 @@ void add_products(const uint32_t* lhs, const uint32_t* rhs, int64_t units, bool 
 using AddProducts = void (*)(const uint32_t*, const uint32_t*, int64_t, bool, float*);
 
 // By the number of rows: a group's last tile costs only the rows it has.
+template <class Panel, int... I>
+AddProducts add_products_of(int64_t rows, std::integer_sequence<int, I...>) {
+  static constexpr AddProducts kTable[] = {add_products<Panel, I + 1>...};
+  return kTable[rows - 1];
+}
 template <class Panel>
 AddProducts add_products_of(int64_t rows) {
-#if defined(__AVX512F__)
-  static constexpr AddProducts kTable[] = {add_products<Panel, 1>,  add_products<Panel, 2>,  add_products<Panel, 3>,
-                                           add_products<Panel, 4>,  add_products<Panel, 5>,  add_products<Panel, 6>,
-                                           add_products<Panel, 7>,  add_products<Panel, 8>,  add_products<Panel, 9>,
-                                           add_products<Panel, 10>, add_products<Panel, 11>, add_products<Panel, 12>,
-                                           add_products<Panel, 13>, add_products<Panel, 14>};
-#elif defined(__AVX2__)
-  static constexpr AddProducts kTable[] = {add_products<Panel, 1>, add_products<Panel, 2>, add_products<Panel, 3>,
-                                           add_products<Panel, 4>, add_products<Panel, 5>, add_products<Panel, 6>};
-#else
-  static constexpr AddProducts kTable[] = {add_products<Panel, 1>, add_products<Panel, 2>, add_products<Panel, 3>,
-                                           add_products<Panel, 4>};
-#endif
-  static_assert(sizeof kTable / sizeof *kTable == kTileRows, "one entry for each number of rows");
-  return kTable[rows - 1];
+  return add_products_of<Panel>(rows, std::make_integer_sequence<int, kTileRows>());
 }
 
 // ---- The epilogue of one tile (numerics 1).
@@ -449,6 +449,8 @@ const Isa kIsaAvx512Bf16 = GROUPED_ISA_ROW(avx512bf16);
 const Isa kIsaAvx512 = GROUPED_ISA_ROW(avx512);
 #elif defined(__AVX2__)
 const Isa kIsaAvx2 = GROUPED_ISA_ROW(avx2);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+const Isa kIsaNeonBf16 = GROUPED_ISA_ROW(neonbf16);
 #else
 const Isa kIsaPlain = GROUPED_ISA_ROW(plain);
 #endif

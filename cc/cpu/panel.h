@@ -1,6 +1,6 @@
 // The packed product: one dense block of a grouped product, computed from panels that are decoded while they are
 // packed; and loops over elements. panel.cc, widen.cc, activate.cc and quantize.cc are built for each instruction set;
-// `best_isa` is chosen by cpuid at run time.
+// `best_isa` is chosen at run time, by what the processor says of itself.
 #pragma once
 
 #include <cstddef>
@@ -93,6 +93,8 @@ extern const Isa kIsaPlain;
 extern const Isa kIsaAvx2;
 extern const Isa kIsaAvx512;
 extern const Isa kIsaAvx512Bf16;
+#elif defined(__aarch64__)
+extern const Isa kIsaNeonBf16;
 #endif
 
 // What this machine can run.
@@ -100,6 +102,7 @@ bool has_plain();
 bool has_avx2();
 bool has_avx512();
 bool has_avx512bf16();
+bool has_neonbf16();
 
 const Isa& best_isa();
 const char* cpu_isa();  // its name

@@ -1,7 +1,6 @@
 #include "cc/cpu/parallel.h"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +16,8 @@
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
+
+#include "cc/cpu/processors.h"
 
 namespace grouped {
 namespace {
@@ -118,13 +119,6 @@ class OwnPool final : public Pool {
   std::deque<std::function<void()>> queue_;
 };
 
-int allowed_threads() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-}
-
 // Never destroyed: its threads may outlive every static object. A forked child has none of them and makes a new pool.
 std::atomic<OwnPool*> g_pool{nullptr};
 void forget_pool() { g_pool.store(nullptr); }
@@ -150,7 +144,7 @@ Pool& own_pool() {
   if (!g_pool.load()) {
     static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
     (void)registered;
-    g_pool.store(new OwnPool(allowed_threads()));
+    g_pool.store(new OwnPool(usable_processors()));
   }
   return *g_pool.load();
 }

@@ -1,8 +1,10 @@
 // Work shared among threads. Tasks split outputs, never sums, so results do not depend on how many threads there are.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <utility>
 
 #include "cc/api/pool.h"
 
@@ -26,7 +28,20 @@ class FloatEnvironment {
 // exception a body throws is rethrown here.
 void parallel_for(Pool* pool, int64_t tasks, const std::function<void(int64_t)>& body);
 
-// The pool of callers that bring none (PyTorch, NumPy): made at first use, as many threads as this process may run on.
+// The pool of callers that bring none (PyTorch, NumPy): made at first use, a thread for each processor that this
+// process may keep busy (processors.h).
 Pool& own_pool();
+
+// The same pool for a caller who wants no more than `threads` at once; 0: as many as there are.
+class ThreadsOf final : public Pool {
+ public:
+  ThreadsOf(Pool& pool, int threads) : pool_(pool), threads_(threads) {}
+  int threads() const override { return threads_ > 0 ? std::min(threads_, pool_.threads()) : pool_.threads(); }
+  void schedule(std::function<void()> task) override { pool_.schedule(std::move(task)); }
+
+ private:
+  Pool& pool_;
+  const int threads_;
+};
 
 }  // namespace grouped

@@ -10,6 +10,8 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace grouped {
@@ -72,6 +74,8 @@ GROUPED_INLINE F32 multiply_add(F32 a, F32 b, F32 sum) {
   return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
 #elif defined(__AVX2__)
   return (F32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__ARM_NEON)
+  return (F32)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
 #elif defined(__FP_FAST_FMAF)
   for (int i = 0; i < kLanes; ++i) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
   return sum;
@@ -109,6 +113,8 @@ struct Float16 {
     return (F32)_mm512_maskz_cvtph_ps(0xFFFF, (__m256i)v);
 #elif defined(__AVX2__)
     return (F32)_mm256_cvtph_ps((__m128i)v);
+#elif defined(__ARM_NEON)
+    return (F32)vcvt_f32_f16((float16x4_t)v);
 #else
     F32 wide = {};
     for (int i = 0; i < kLanes; ++i) wide[i] = f16_to_float(v[i]);
@@ -120,6 +126,8 @@ struct Float16 {
     return (Vector)_mm512_maskz_cvtps_ph(0xFFFF, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
     return (Vector)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__ARM_NEON)
+    return (Vector)vcvt_f16_f32((float32x4_t)v);
 #else
     Vector code = {};
     for (int i = 0; i < kLanes; ++i) code[i] = float_to_f16(v[i]);

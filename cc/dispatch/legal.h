@@ -1,5 +1,5 @@
-// What each operand and each parameter may be by itself, whatever else the call has: sizes that arithmetic on them
-// cannot overflow, and the values that calls.h gives a meaning. How they fit together is said by shapes.h.
+// What each parameter may be by itself, whatever else the call has: the values that calls.h gives a meaning. How they
+// fit the operands is said by shapes.h.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace grouped {
 
-// Empty, or the first operand or parameter that is none, in words.
+// Empty, or the first parameter that is none, in words.
 template <class Call>
 std::string illegal(const Call& call);
 

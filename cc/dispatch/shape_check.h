@@ -10,6 +10,29 @@ namespace grouped {
 
 using Dims = std::initializer_list<int64_t>;
 
+#define GROUPED_CALLS_WITH_RULES(X) \
+  X(GroupedMatmul)                  \
+  X(GroupedMatmulAct)               \
+  X(GroupedMatmulDact)              \
+  X(ActivationForward)              \
+  X(ActivationGrad)                 \
+  X(AddRows)                        \
+  X(Quantize)                       \
+  X(Dequantize)                     \
+  X(ShardAmax)                      \
+  X(ShardCast)                      \
+  X(Router)                         \
+  X(RouterSums)                     \
+  X(RouterGrad)                     \
+  X(DropSlots)                      \
+  X(SendOrder)                      \
+  X(PadGroups)                      \
+  X(GatherRows)                     \
+  X(HashExperts)                    \
+  X(MarginHistogram)                \
+  X(QuantileBias)                   \
+  X(SplitParts) X(SumParts)
+
 // Whether an operand of a product is more than its elements.
 template <class Call>
 bool has_codes(const Call& call) {
@@ -26,20 +49,8 @@ class Check {
   void require(bool fine, Words words) {
     if (wrong.empty() && !fine) wrong = words();
   }
-  void rank(const char* name, const TensorView& t, int wanted) {
-    require(t.present() && t.rank == wanted,
-            [&] { return named(name, t) + ", expected rank " + std::to_string(wanted); });
-  }
-  // Axes from `first_axis` on; those before it count rows, of which there may be none.
-  void not_empty(const char* name, const TensorView& t, int first_axis) {
-    for (int i = first_axis; i < t.rank; ++i) {
-      require(t.dims[i] > 0, [&] { return named(name, t) + ", expected no empty axis but that of rows"; });
-    }
-  }
   void shape(const char* name, const TensorView& t, Dims wanted) {
-    rank(name, t, static_cast<int>(wanted.size()));
-    if (!wrong.empty()) return;
-    bool same = true;
+    bool same = t.rank == static_cast<int>(wanted.size());
     int axis = 0;
     for (int64_t dim : wanted) same = same && t.dims[axis++] == dim;
     require(same, [&] {
@@ -54,20 +65,6 @@ class Check {
   void dtype(const char* name, const TensorView& t, DType wanted) {
     require(!t.present() || t.dtype == wanted, [&] { return named(name, t) + ", expected " + dtype_name(wanted); });
   }
-  // The weight, of two arrays if it lies in two.
-  template <class Call>
-  TensorView whole_weight(const Call& call) {
-    if (!call.rhs_up.present()) return call.rhs;
-    require(!has_codes(call),
-            [&] { return named("rhs_up", call.rhs_up) + ", expected none beside quantised operands; pass one array"; });
-    require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
-    rank("rhs", call.rhs, 3);
-    if (!wrong.empty()) return call.rhs;
-    shape("rhs_up", call.rhs_up, {call.rhs.dims[0], call.rhs.dims[1], call.rhs.dims[2]});
-    dtype("rhs_up", call.rhs_up, call.rhs.dtype);
-    absent("rhs_table", call.rhs_table);
-    return whole_rhs(call);
-  }
   void absent(const char* name, const TensorView& t) {
     require(!t.present(), [&] { return named(name, t) + ", expected none here"; });
   }
@@ -78,27 +75,11 @@ class Check {
   std::string wrong;
 };
 
-constexpr int64_t kMostGroups = 65535;  // GRP-11
-
-inline void some_groups(Check* check, const char* name, const TensorView& t, int axis = 0) {
-  check->require(t.dims[axis] >= 1 && t.dims[axis] <= kMostGroups,
-                 [&] { return Check::named(name, t) + ", expected 1 to " + std::to_string(kMostGroups) + " groups"; });
-}
-
-// What every call has: sizes, and rows that may carry a scale.
-inline int64_t groups_of(Check* check, const TensorView& sizes, const char* name = "group_sizes") {
-  check->rank(name, sizes, 1);
-  check->dtype(name, sizes, DType::i32);
-  some_groups(check, name, sizes);
-  return sizes.dims[0];
-}
-
-// A buffer that is one with a result, if it is given.
-inline void same_buffer(Check* check, const char* name, const TensorView& into, const TensorView& result) {
-  if (!into.present() || !check->wrong.empty()) return;
-  bool same = into.rank == result.rank && into.dtype == result.dtype;
-  for (int i = 0; same && i < result.rank; ++i) same = into.dims[i] == result.dims[i];
-  check->require(same, [&] { return Check::named(name, into) + ", expected " + describe(result) + " = the result"; });
-}
+// What is peculiar to a call, once its slots are as its schema says.
+template <class Call>
+void own_rules(Check*, const Call&) {}
+#define X(Call) void own_rules(Check* check, const Call& call);
+GROUPED_CALLS_WITH_RULES(X)
+#undef X
 
 }  // namespace grouped

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cc/api/operands.h"
+#include "cc/api/schema.h"
 #include "cc/dispatch/columns.h"
 #include "cc/dispatch/shape_check.h"
 #include "cc/math/activation.h"
@@ -13,23 +14,9 @@
 namespace grouped {
 namespace {
 
-void table(Check* check, const char* name, const TensorView& t, int64_t groups, const TensorView& packed) {
-  check->shape_if_given(name, t, {groups});
-  check->dtype(name, t, DType::i64);
-  check->require(!t.present() || packed.present(),
-                 [&] { return Check::named(name, t) + ", expected its packed operand beside it"; });
-}
-
 // Rows of an axis padded to segments: room for any sizes of `groups` groups that sum to at most `rows`.
 int64_t padded_rows(int64_t rows, int64_t groups, int64_t segment) {
   return (rows + groups * (segment - 1)) / segment * segment;
-}
-
-bool is_scale(DType dtype) { return dtype == DType::f32 || dtype == DType::e8m0 || dtype == DType::e4m3fn; }
-
-void group_scales(Check* check, const char* name, const TensorView& t, int64_t groups) {
-  check->shape_if_given(name, t, {groups});
-  check->dtype(name, t, DType::f32);
 }
 
 // Block scales of an operand whose float32 ones lie as `fp32` and others as `narrow`.
@@ -39,7 +26,6 @@ void block_scales(Check* check, const char* name, const TensorView& t, int64_t b
            std::to_string(block);
   });
   if (!t.present() || !check->wrong.empty()) return;
-  check->require(is_scale(t.dtype), [&] { return Check::named(name, t) + ", expected the type of a scale"; });
   check->shape(name, t, t.dtype == DType::f32 ? fp32 : narrow);
 }
 
@@ -47,9 +33,6 @@ void block_scales(Check* check, const char* name, const TensorView& t, int64_t b
 // [groups, depth, columns].
 void row_product_scales(Check* check, const OperandScales& s, const TensorView& lhs, const TensorView& rhs,
                         int64_t rhs_axis, int64_t groups, bool turns = false) {
-  group_scales(check, "lhs_group_scales", s.lhs_group_scales, groups);
-  group_scales(check, "rhs_group_scales", s.rhs_group_scales, groups);
-  if (!check->wrong.empty()) return;
   const int64_t rows = lhs.dims[0];
   const int64_t lhs_depth = lhs.dims[1] * (lhs.dtype == DType::u8 ? 2 : 1);
   const int64_t rhs_depth = rhs.dims[2] * (rhs.dtype == DType::u8 ? 2 : 1);
@@ -66,9 +49,7 @@ void row_product_scales(Check* check, const OperandScales& s, const TensorView& 
 
 // Scales of a contraction over padded rows: P of them, of `lhs_width` and `rhs_width` columns.
 void contraction_scales(Check* check, const OperandScales& s, int64_t segment, int64_t padded, int64_t lhs_width,
-                        int64_t rhs_width, int64_t groups) {
-  group_scales(check, "lhs_group_scales", s.lhs_group_scales, groups);
-  group_scales(check, "rhs_group_scales", s.rhs_group_scales, groups);
+                        int64_t rhs_width) {
   check->require(s.rhs_block_outer == 1, [] { return "rhs_block_outer: expected 1 in a contraction over rows"; });
   for (const int64_t block : {s.lhs_block, s.rhs_block}) {
     check->require(block == 0 || (segment > 0 && segment % block == 0), [&] {
@@ -100,16 +81,8 @@ bool wants_gradients(const GroupedMatmulDact& call) { return call.result.present
 template <class Call>
 void hidden_grads(Check* check, const Call& call, const TensorView& hidden, int64_t rows, int64_t width) {
   const int64_t wide = hidden_width(check, call.activation, width);
-  if (!check->wrong.empty()) return;
   check->shape("hidden rows", hidden, {rows, wide});
-  check->shape_if_given("row_scale", call.row_scale, {rows});
-  check->dtype("row_scale", call.row_scale, DType::f32);
-  check->shape_if_given("row_base", call.row_base, {rows});
-  check->dtype("row_base", call.row_base, DType::f32);
-  check->shape_if_given("result", call.result, {rows, wide});
   check->shape_if_given("activated", call.activated, {rows, width});
-  check->shape_if_given("row_sum", call.row_sum, {rows});
-  check->dtype("row_sum", call.row_sum, DType::f32);
   check->require(wants_gradients(call) || call.activated.present() || call.row_sum.present(),
                  [] { return "results: expected at least one of them"; });
 }
@@ -122,37 +95,34 @@ bool same_depth(const TensorView& lhs, const TensorView& rhs, int64_t rhs_axis) 
   return lhs_packed ? a == divide_up(b, 2) : divide_up(a, 2) == b;
 }
 
-// lhs [M, C] against rhs [G, ...] with the contracted axis `rhs_axis`; the width of the product, 0 if they disagree.
-int64_t product_width(Check* check, const TensorView& lhs, const TensorView& rhs, int64_t rhs_axis, int64_t groups) {
+// lhs [M, C] against rhs [G, ...] with the contracted axis `rhs_axis`; the width of the product.
+int64_t product_width(Check* check, const TensorView& lhs, const TensorView& rhs, int64_t rhs_axis) {
   check->require(rhs_axis == 1 || rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
-  check->rank("lhs", lhs, 2);
-  check->rank("rhs", rhs, 3);
   if (!check->wrong.empty()) return 0;
-  check->require(rhs.dims[0] == groups && same_depth(lhs, rhs, rhs_axis), [&] {
-    return Check::named("rhs", rhs) + ", expected to match lhs " + describe(lhs) + " and " + std::to_string(groups) +
-           " groups";
+  check->require(same_depth(lhs, rhs, rhs_axis),
+                 [&] { return Check::named("rhs", rhs) + ", expected to match lhs " + describe(lhs); });
+  return rhs.dims[3 - rhs_axis];
+}
+
+// The weight, of two arrays if it lies in two.
+template <class Call>
+TensorView whole_weight(Check* check, const Call& call) {
+  if (!call.rhs_up.present()) return call.rhs;
+  check->require(!has_codes(call), [&] {
+    return Check::named("rhs_up", call.rhs_up) + ", expected none beside quantised operands; pass one array";
   });
-  const int64_t width = rhs.dims[3 - rhs_axis];
-  check->not_empty("rhs", rhs, 0);
-  return width;
+  check->require(call.rhs_axis == 1 || call.rhs_axis == 2, [] { return "rhs_axis: expected 1 or 2"; });
+  check->absent("rhs_table", call.rhs_table);
+  return check->wrong.empty() ? whole_rhs(call) : call.rhs;
 }
 
 // The low-rank product beside another one, whose result has `width` columns.
 template <class Call>
-void low_rank(Check* check, const Call& call, int64_t groups, int64_t width) {
+void low_rank(Check* check, const Call& call, int64_t width) {
   const LowRank& low = call.low;
-  check->require(low.low_lhs.present() == low.low_rhs.present(),
-                 [] { return "`low_lhs` and `low_rhs`: expected both or none"; });
-  table(check, "low_rhs_table", low.low_rhs_table, groups, low.low_rhs);
-  if (!low.present() || !check->wrong.empty()) return;
+  if (!low.present()) return;
   check->require(low.low_rhs_axis == 1 || low.low_rhs_axis == 2, [] { return "low_rhs_axis: expected 1 or 2"; });
-  check->rank("low_lhs", low.low_lhs, 2);
-  check->not_empty("low_lhs", low.low_lhs, 1);
-  check->require(is_plain(low.low_lhs.dtype),
-                 [&] { return Check::named("low_lhs", low.low_lhs) + ", expected plain numbers"; });
-  check->dtype("low_rhs", low.low_rhs, low.low_lhs.dtype);
-  if (!check->wrong.empty()) return;
-  const int64_t rank = low.low_lhs.dims[1];
+  const int64_t groups = call.group_sizes.dims[0], rank = low.low_lhs.dims[1];
   check->shape("low_lhs", low.low_lhs, {call.lhs.dims[0], rank});
   if (low.low_rhs_axis == 1) {
     check->shape("low_rhs", low.low_rhs, {groups, rank, width});
@@ -162,19 +132,19 @@ void low_rank(Check* check, const Call& call, int64_t groups, int64_t width) {
 }
 
 // What a contraction over rows asks of its operands.
-void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
+void contraction(Check* check, const GroupedMatmul& call) {
   check->require(call.contract_rows == 1 && call.rhs_axis == 0,
                  [] { return "contract_rows and rhs_axis contradict each other"; });
-  check->rank("rhs", call.rhs, 2);
+  check->require(call.rhs.rank == 2 && call.result.rank == 3, [&] {
+    return Check::named("rhs", call.rhs) + " and " + Check::named("result", call.result) +
+           ", expected rank 2 and 3 in a contraction over rows";
+  });
   check->absent("bias", call.bias);
   check->absent("row_scale", call.row_scale);
   check->absent("rhs_table", call.rhs_table);
   check->absent("bias_table", call.bias_table);
-  check->rank("result", call.result, 3);
   check->absent("rhs_up", call.rhs_up);
   check->absent("low_lhs", call.low.low_lhs);
-  check->absent("low_rhs", call.low.low_rhs);
-  check->absent("low_rhs_table", call.low.low_rhs_table);
   check->require(call.turned == 0 || call.segment > 0, [] { return "turned: expected 0, or 1 beside segments"; });
   check->require(call.turned == 0 || (call.lhs.dtype != DType::u8 && call.rhs.dtype != DType::u8),
                  [] { return "turned: expected 0, codes of four bits stay in place"; });
@@ -182,10 +152,9 @@ void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
   check->require((call.lhs_half == 0 && call.rhs_half == 0) || (call.segment == 0 && !has_codes(call)),
                  [] { return "lhs_half, rhs_half: expected 0 beside quantised operands; pass one array"; });
   if (!check->wrong.empty()) return;
-  check->not_empty("result", call.result, 0);
   const int64_t lhs_width = call.result.dims[1], rhs_width = call.result.dims[2];
-  const int64_t padded = call.segment ? padded_rows(call.rows, groups, call.segment) : call.lhs.dims[0];
-  check->shape("result", call.result, {groups, lhs_width, rhs_width});
+  const int64_t padded =
+      call.segment ? padded_rows(call.rows, call.group_sizes.dims[0], call.segment) : call.lhs.dims[0];
   if (call.turned) {
     check->shape("lhs", call.lhs, {lhs_width, padded});
     check->shape("rhs", call.rhs, {rhs_width, padded});
@@ -194,116 +163,43 @@ void contraction(Check* check, const GroupedMatmul& call, int64_t groups) {
     check->shape("lhs", call.lhs, {padded, row_bytes(call.lhs.dtype, lhs_halves * lhs_width)});
     check->shape("rhs", call.rhs, {padded, row_bytes(call.rhs.dtype, rhs_halves * rhs_width)});
   }
-  contraction_scales(check, call.scales, call.segment, padded, lhs_width, rhs_width, groups);
+  contraction_scales(check, call.scales, call.segment, padded, lhs_width, rhs_width);
 }
 
 }  // namespace
 
-std::string disagreement(const GroupedMatmul& call) {
-  Check check;
-  const int64_t groups = groups_of(&check, call.group_sizes);
-  check.rank("lhs", call.lhs, 2);
-  if (call.contract_rows) {
-    contraction(&check, call, groups);
-  } else {
-    check.require(call.lhs_half == 0 && call.rhs_half == 0,
-                  [] { return "lhs_half, rhs_half: expected 0 beside ragged rows"; });
-    check.require(call.result_half == 0 || !has_codes(call),
-                  [] { return "result_half: expected 0 beside quantised operands; pass one array"; });
-    int64_t made = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
-    check.rank("result", call.result, 2);
-    if (check.wrong.empty()) {
-      // Where columns are packed, the last code may stand for nothing.
-      const int64_t columns = call.result.dims[1];
-      if (packs_columns(call) && row_bytes(DType::u8, columns) == made) made = columns;
-      const int64_t rows = call.lhs.dims[0], width = made * (call.result_half ? 2 : 1);
-      check.shape("result", call.result, {rows, width});
-      check.shape_if_given("bias", call.bias, {groups, width});
-      check.shape_if_given("row_scale", call.row_scale, {rows});
-      check.dtype("row_scale", call.row_scale, DType::f32);
-      row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups, true);
-      check.require(!call.low.present() || (call.result_half == 0 && !call.rhs_up.present()),
-                    [] { return "low_lhs: expected none beside halves; pass one array"; });
-      low_rank(&check, call, groups, width);
-    }
-    check.absent("into_table", call.into_table);
-    check.require(call.segment == 0 && call.turned == 0, [] { return "segment, turned: expected 0 beside rows"; });
-  }
-  same_buffer(&check, "into", call.into, call.result);
-  table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
-  table(&check, "bias_table", call.bias_table, groups, call.bias);
-  table(&check, "into_table", call.into_table, groups, call.into);
-  check.require(!call.accumulate || call.into.present(), [] { return "accumulate: expected `into` beside it"; });
-  return check.wrong;
+void own_rules(Check* check, const GroupedMatmul& call) {
+  check->require(!call.accumulate || call.into.present(), [] { return "accumulate: expected `into` beside it"; });
+  if (call.contract_rows) return contraction(check, call);
+  check->absent("into_table", call.into_table);
+  check->require(call.segment == 0 && call.turned == 0, [] { return "segment, turned: expected 0 beside rows"; });
+  check->require(call.lhs_half == 0 && call.rhs_half == 0,
+                 [] { return "lhs_half, rhs_half: expected 0 beside ragged rows"; });
+  check->require(call.result_half == 0 || !has_codes(call),
+                 [] { return "result_half: expected 0 beside quantised operands; pass one array"; });
+  check->require(call.rhs.rank == 3 && call.result.rank == 2, [&] {
+    return Check::named("rhs", call.rhs) + " and " + Check::named("result", call.result) +
+           ", expected rank 3 and 2 beside ragged rows";
+  });
+  if (!check->wrong.empty()) return;
+  int64_t made = product_width(check, call.lhs, whole_weight(check, call), call.rhs_axis);
+  // Where columns are packed, the last code may stand for nothing.
+  const int64_t columns = call.result.dims[1];
+  if (packs_columns(call) && row_bytes(DType::u8, columns) == made) made = columns;
+  const int64_t width = made * (call.result_half ? 2 : 1);
+  check->shape("result", call.result, {call.lhs.dims[0], width});
+  row_product_scales(check, call.scales, call.lhs, call.rhs, call.rhs_axis, call.group_sizes.dims[0], true);
+  check->require(!call.low.present() || (call.result_half == 0 && !call.rhs_up.present()),
+                 [] { return "low_lhs: expected none beside halves; pass one array"; });
+  low_rank(check, call, width);
 }
 
-std::string disagreement(const GroupSum& call) {
-  Check check;
-  const int64_t groups = groups_of(&check, call.group_sizes);
-  check.rank("rows", call.rows, 2);
-  check.not_empty("rows", call.rows, 1);
-  check.shape_if_given("row_scale", call.row_scale, {call.rows.dims[0]});
-  check.dtype("row_scale", call.row_scale, DType::f32);
-  check.shape("result", call.result, {groups, call.rows.dims[1]});
-  return check.wrong;
-}
-
-std::string disagreement(const RowDot& call) {
-  Check check;
-  const int64_t groups = groups_of(&check, call.group_sizes);
-  check.rank("result", call.result, 1);
-  check.dtype("result", call.result, DType::f32);
-  const int64_t rows = call.result.dims[0];
-  check.require(call.lhs.present() == call.rhs.present(), [] { return "`lhs` and `rhs`: expected both or none"; });
-  if (call.lhs.present()) {
-    check.rank("lhs", call.lhs, 2);
-    check.not_empty("lhs", call.lhs, 1);
-    check.shape("lhs", call.lhs, {rows, call.lhs.dims[1]});
-    check.shape("rhs", call.rhs, {rows, call.lhs.dims[1]});
-  }
-  check.require(call.group_lhs.present() == call.group_rhs.present(),
-                [] { return "`group_lhs` and `group_rhs`: expected both or none"; });
-  if (call.group_lhs.present()) {
-    check.rank("group_lhs", call.group_lhs, 2);
-    check.not_empty("group_lhs", call.group_lhs, 1);
-    check.shape("group_lhs", call.group_lhs, {rows, call.group_lhs.dims[1]});
-    check.shape("group_rhs", call.group_rhs, {groups, call.group_lhs.dims[1]});
-  }
-  table(&check, "group_rhs_table", call.group_rhs_table, groups, call.group_rhs);
-  return check.wrong;
-}
-
-std::string disagreement(const ScaleRows& call) {
-  Check check;
-  groups_of(&check, call.group_sizes);
-  check.rank("rows", call.rows, 2);
-  check.not_empty("rows", call.rows, 1);
-  check.shape("row_scale", call.row_scale, {call.rows.dims[0]});
-  check.dtype("row_scale", call.row_scale, DType::f32);
-  check.shape("result", call.result, {call.rows.dims[0], call.rows.dims[1]});
-  same_buffer(&check, "into", call.into, call.result);
-  return check.wrong;
-}
-
-std::string disagreement(const AddRows& call) {
-  Check check;
-  groups_of(&check, call.group_sizes);
-  check.rank("rows", call.rows, 2);
-  check.not_empty("rows", call.rows, 1);
-  check.shape_if_given("base", call.base, {call.rows.dims[0], call.rows.dims[1]});
-  check.dtype("base", call.base, DType::f32);
-  check.shape_if_given("key", call.key, {2});
-  check.dtype("key", call.key, DType::u32);
-  check.shape("result", call.result, {call.rows.dims[0], call.rows.dims[1]});
-  check.require(call.rate >= 0.0f && call.rate < 1.0f, [] { return "rate: expected 0 to 1, without 1"; });
-  check.require(call.key.present() == (call.rate > 0.0f), [] { return "key: expected one if and only if rate > 0"; });
-  same_buffer(&check, "into", call.into, call.result);
-  return check.wrong;
+void own_rules(Check* check, const AddRows& call) {
+  check->require(call.rate >= 0.0f && call.rate < 1.0f, [] { return "rate: expected 0 to 1, without 1"; });
+  check->require(call.key.present() == (call.rate > 0.0f), [] { return "key: expected one if and only if rate > 0"; });
 }
 
 namespace {
-
-bool is_float(DType dtype) { return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16; }
 
 // One stored form of `source`; what the two forms differ in is their shapes.
 struct StoredForm {
@@ -324,7 +220,6 @@ void stored_form(Check* check, const Call& call, const StoredForm& form, const T
   }
   const DType type = form.values.dtype;
   const int64_t b = std::max<int64_t>(call.block, 1);
-  check->require(is_code(type), [&] { return Check::named(form.name, form.values) + ", expected codes"; });
   check->require(form.scales.present() == (call.block > 0), [&] {
     return std::string(form.name) + ": expected scales beside them if and only if block is not 0";
   });
@@ -354,7 +249,6 @@ void stored_form(Check* check, const Call& call, const StoredForm& form, const T
     }
     check->shape_if_given("scales", form.scales, {padded / b, width});
   }
-  group_scales(check, "group_scales", form.group_scales, groups);
 }
 
 // What the rule, its blocks and its options ask of each other, and of the element types; of magnitudes alone too.
@@ -387,10 +281,10 @@ void store_format(Check* check, const Storing& call, bool ragged) {
 struct Unstored {
   Check* check;
 
-  void optional(const char* name, const TensorView& t) {
+  void optional(const char* name, const TensorView& t, const char*) {
     check->require(!t.present(), [&] { return Check::named(name, t) + ", expected none without codes"; });
   }
-  void optional_output(const char* name, const TensorView& t) { optional(name, t); }
+  void optional_output(const char* name, const TensorView& t, const char* words) { optional(name, t, words); }
 };
 
 template <class Stored>
@@ -406,108 +300,73 @@ void storing(Check* check, const Storing& call, const TensorView& source, bool r
   stored_form(check, call, {"cross_values", call.cross_values, call.cross_scales, call.cross_group_scales}, source,
               ragged, true, groups);
   store_format(check, call, ragged);
-  group_scales(check, "encode", call.encode, groups);
-  group_scales(check, "amax", call.amax, groups);
-  check->shape_if_given("key", call.key, {2});
-  check->dtype("key", call.key, DType::u32);
-  same_buffer(check, "into_amax", call.into_amax, call.amax);
 }
 
 }  // namespace
 
-std::string disagreement(const GroupedMatmulAct& call) {
-  Check check;
-  const int64_t groups = groups_of(&check, call.group_sizes);
-  const int64_t wide = product_width(&check, call.lhs, check.whole_weight(call), call.rhs_axis, groups);
+void own_rules(Check* check, const GroupedMatmulAct& call) {
+  const int64_t groups = call.group_sizes.dims[0];
+  const int64_t wide = product_width(check, call.lhs, whole_weight(check, call), call.rhs_axis);
   ActivationKind kind{};
-  check.require(!call.rhs_up.present() || (activation_named(call.activation.kind, &kind) && is_gated(kind) &&
-                                           call.activation.interleave == 0),
-                [] { return "activation: expected a gated kind without interleave beside `rhs_up`"; });
+  const bool gated = activation_named(call.activation.kind, &kind) && is_gated(kind);
+  check->require(!call.rhs_up.present() || (gated && call.activation.interleave == 0),
+                 [] { return "activation: expected a gated kind without interleave beside `rhs_up`"; });
   const bool plain = call.result.present();
-  if (plain) check.rank("result", call.result, 2);
-  check.require(plain != call.stored.stores(), [] { return "result: expected it, or values in its place"; });
-  if (!check.wrong.empty()) return check.wrong;
-  const int64_t rows = call.lhs.dims[0];
-  const int64_t width = activation_named(call.activation.kind, &kind) && is_gated(kind) ? wide / 2 : wide;
-  const int64_t expected = hidden_width(&check, call.activation, width);
-  check.require(expected == wide, [&] {
+  check->require(plain != call.stored.stores(), [] { return "result: expected it, or values in its place"; });
+  const int64_t rows = call.lhs.dims[0], width = gated ? wide / 2 : wide;
+  const int64_t expected = hidden_width(check, call.activation, width);
+  check->require(expected == wide, [&] {
     return "activation: expected one of " + std::to_string(expected) + " columns, not of " + std::to_string(wide);
   });
-  check.shape_if_given("result", call.result, {rows, width});
+  check->shape_if_given("result", call.result, {rows, width});
+  check->shape_if_given("hidden", call.hidden, {rows, wide});
+  check->shape_if_given("bias", call.bias, {groups, wide});
   if (plain) {
-    nothing_stored(&check, call.stored);
+    nothing_stored(check, call.stored);
   } else {
-    storing(&check, call.stored, matrix_of(compute_type(call), rows, width), true, groups);
+    storing(check, call.stored, matrix_of(compute_type(call), rows, width), true, groups);
   }
-  check.shape_if_given("hidden", call.hidden, {rows, wide});
-  check.require(!call.hidden.present() || call.hidden.dtype == compute_type(call),
-                [&] { return Check::named("hidden", call.hidden) + ", expected the type of `compute`"; });
-  check.shape_if_given("bias", call.bias, {groups, wide});
-  check.shape_if_given("row_scale", call.row_scale, {rows});
-  check.dtype("row_scale", call.row_scale, DType::f32);
-  table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
-  table(&check, "bias_table", call.bias_table, groups, call.bias);
-  row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
-  check.require(!call.low.present() || !call.rhs_up.present(),
-                [] { return "low_lhs: expected none beside a weight in two arrays; pass one array"; });
-  low_rank(&check, call, groups, wide);
-  return check.wrong;
+  check->require(!call.hidden.present() || call.hidden.dtype == compute_type(call),
+                 [&] { return Check::named("hidden", call.hidden) + ", expected the type of `compute`"; });
+  row_product_scales(check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups);
+  check->require(!call.low.present() || !call.rhs_up.present(),
+                 [] { return "low_lhs: expected none beside a weight in two arrays; pass one array"; });
+  low_rank(check, call, wide);
 }
 
-std::string disagreement(const GroupedMatmulDact& call) {
-  Check check;
-  const int64_t groups = groups_of(&check, call.group_sizes);
-  const int64_t made = product_width(&check, call.lhs, call.rhs, call.rhs_axis, groups);
-  check.rank("hidden rows", call.hidden, 2);
-  if (!check.wrong.empty()) return check.wrong;
+void own_rules(Check* check, const GroupedMatmulDact& call) {
+  const int64_t groups = call.group_sizes.dims[0];
+  const int64_t made = product_width(check, call.lhs, call.rhs, call.rhs_axis);
+  if (!check->wrong.empty()) return;
   // Where columns are packed, the last code may stand for nothing.
   const int64_t wanted = product_columns(call);
   const int64_t width = packs_columns(call) && row_bytes(DType::u8, wanted) == made ? wanted : made;
-  hidden_grads(&check, call, call.hidden, call.lhs.dims[0], width);
+  hidden_grads(check, call, call.hidden, call.lhs.dims[0], width);
   if (call.stored.stores()) {
-    storing(&check, call.stored, call.hidden, true, groups);
+    storing(check, call.stored, call.hidden, true, groups);
   } else {
-    nothing_stored(&check, call.stored);
+    nothing_stored(check, call.stored);
   }
   const StoringActivated& z = call.stored_activated;
-  if (!z.stores()) nothing_stored(&check, z);
-  if (z.stores() && check.wrong.empty()) {
-    check.dtype("activated", call.activated, call.hidden.dtype);  // what is stored is rounded to it
-    check.require(call.stored.stores(),
-                  [] { return "activated_values: expected values of the gradients beside them"; });
-    const TensorView activated = matrix_of(call.hidden.dtype, call.lhs.dims[0], width);
-    storing(&check, z, activated, true, groups);
+  if (z.stores()) {
+    check->dtype("activated", call.activated, call.hidden.dtype);  // what is stored is rounded to it
+    check->require(call.stored.stores(),
+                   [] { return "activated_values: expected values of the gradients beside them"; });
+    storing(check, z, matrix_of(call.hidden.dtype, call.lhs.dims[0], width), true, groups);
+  } else {
+    nothing_stored(check, z);
   }
-  table(&check, "rhs_table", call.rhs_table, groups, call.rhs);
-  row_product_scales(&check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups, true);
-  low_rank(&check, call, groups, width);
-  return check.wrong;
+  row_product_scales(check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups, true);
+  low_rank(check, call, width);
 }
 
-std::string disagreement(const ActivationForward& call) {
-  Check check;
-  groups_of(&check, call.group_sizes);
-  check.rank("rows", call.rows, 2);
-  check.rank("result", call.result, 2);
-  check.not_empty("result", call.result, 1);
-  if (!check.wrong.empty()) return check.wrong;
-  const int64_t rows = call.rows.dims[0], width = call.result.dims[1];
-  const int64_t wide = hidden_width(&check, call.activation, width);
-  check.shape("rows", call.rows, {rows, wide});
-  check.shape("result", call.result, {rows, width});
-  check.shape_if_given("row_scale", call.row_scale, {rows});
-  check.dtype("row_scale", call.row_scale, DType::f32);
-  return check.wrong;
+void own_rules(Check* check, const ActivationForward& call) {
+  const int64_t wide = hidden_width(check, call.activation, call.result.dims[1]);
+  check->shape("rows", call.rows, {call.result.dims[0], wide});
 }
 
-std::string disagreement(const ActivationGrad& call) {
-  Check check;
-  groups_of(&check, call.group_sizes);
-  check.rank("grad", call.grad, 2);
-  check.not_empty("grad", call.grad, 1);
-  if (!check.wrong.empty()) return check.wrong;
-  hidden_grads(&check, call, call.rows, call.grad.dims[0], call.grad.dims[1]);
-  return check.wrong;
+void own_rules(Check* check, const ActivationGrad& call) {
+  hidden_grads(check, call, call.rows, call.grad.dims[0], call.grad.dims[1]);
 }
 
 namespace {
@@ -529,76 +388,34 @@ void reused_if_skipped(Check* check, const Quantize& call) {
   }
 }
 
-// Groups of a call whose source may be weights.
-int64_t groups_of_source(Check* check, const TensorView& source, const TensorView& group_sizes) {
-  check->not_empty("source", source, 1);
-  if (group_sizes.present()) {
-    check->rank("source", source, 2);
-    return groups_of(check, group_sizes);
-  }
-  check->rank("source", source, 3);
-  some_groups(check, "source", source);
-  return source.dims[0];
+// Groups of a call whose source is rows with group sizes, or weights.
+int64_t groups_of_source(Check* check, const char* name, const TensorView& source, const TensorView& group_sizes) {
+  const bool ragged = group_sizes.present();
+  check->require(source.rank == (ragged ? 2 : 3), [&] {
+    return Check::named(name, source) + ", expected " + (ragged ? "rows beside" : "weights without") + " group_sizes";
+  });
+  return ragged ? group_sizes.dims[0] : source.dims[0];
 }
 
 }  // namespace
 
-std::string disagreement(const Quantize& call) {
-  Check check;
-  const int64_t groups = groups_of_source(&check, call.source, call.group_sizes);
-  check.require(is_float(call.source.dtype), [&] { return Check::named("source", call.source) + ", expected floats"; });
-  check.require(call.values.present() || call.cross_values.present() || call.amax.present(),
-                [] { return "results: expected at least one of them"; });
-  if (!check.wrong.empty()) return check.wrong;
-  storing(&check, call, call.source, call.group_sizes.present(), groups);
-  if (!check.wrong.empty()) return check.wrong;
-  reused_if_skipped(&check, call);
-  check.require(!call.source_table.present() || !call.group_sizes.present(),
-                [] { return "source_table: expected for weights only"; });
-  table(&check, "source_table", call.source_table, groups, call.source);
-  check.shape_if_given("skip", call.skip, {1});
-  check.dtype("skip", call.skip, DType::i32);
-  same_buffer(&check, "into_values", call.into_values, call.values);
-  same_buffer(&check, "into_scales", call.into_scales, call.scales);
-  same_buffer(&check, "into_group_scales", call.into_group_scales, call.group_scales);
-  same_buffer(&check, "into_cross_values", call.into_cross_values, call.cross_values);
-  same_buffer(&check, "into_cross_scales", call.into_cross_scales, call.cross_scales);
-  same_buffer(&check, "into_cross_group_scales", call.into_cross_group_scales, call.cross_group_scales);
-  return check.wrong;
+void own_rules(Check* check, const Quantize& call) {
+  const bool ragged = call.group_sizes.present();
+  const int64_t groups = groups_of_source(check, "source", call.source, call.group_sizes);
+  check->require(call.values.present() || call.cross_values.present() || call.amax.present(),
+                 [] { return "results: expected at least one of them"; });
+  storing(check, call, call.source, ragged, groups);
+  reused_if_skipped(check, call);
+  check->require(!call.source_table.present() || !ragged, [] { return "source_table: expected for weights only"; });
 }
 
-std::string disagreement(const Dequantize& call) {
-  Check check;
-  const int64_t groups = groups_of_source(&check, call.result, call.group_sizes);
-  check.require(is_float(call.result.dtype), [&] { return Check::named("result", call.result) + ", expected floats"; });
-  check.require(call.block_outer == 1 || (call.block_outer == call.block && !call.group_sizes.present()),
-                [] { return "block_outer: expected 1, or for weights that of square blocks"; });
-  check.require(!call.scales.present() || is_scale(call.scales.dtype),
-                [&] { return Check::named("scales", call.scales) + ", expected the type of a scale"; });
-  if (!check.wrong.empty()) return check.wrong;
-  stored_form(&check, call, {"values", call.values, call.scales, call.group_scales}, call.result,
+void own_rules(Check* check, const Dequantize& call) {
+  const int64_t groups = groups_of_source(check, "result", call.result, call.group_sizes);
+  check->require(call.block_outer == 1 || (call.block_outer == call.block && !call.group_sizes.present()),
+                 [] { return "block_outer: expected 1, or for weights that of square blocks"; });
+  if (!check->wrong.empty()) return;
+  stored_form(check, call, {"values", call.values, call.scales, call.group_scales}, call.result,
               call.group_sizes.present(), call.cross != 0, groups);
-  return check.wrong;
-}
-
-std::string disagreement(const ScaleUpdate& call) {
-  Check check;
-  check.rank("scale", call.scale, 2);
-  check.rank("history", call.history, 3);
-  if (!check.wrong.empty()) return check.wrong;
-  const int64_t roles = call.scale.dims[0], groups = call.scale.dims[1], length = call.history.dims[1];
-  check.shape("history", call.history, {roles, length, groups});
-  check.not_empty("history", call.history, 0);
-  some_groups(&check, "scale", call.scale, 1);
-  check.shape("top", call.top, {roles});
-  check.shape("new_scale", call.new_scale, {roles, groups});
-  check.shape("new_history", call.new_history, {roles, length, groups});
-  for (const TensorView* view : {&call.scale, &call.history, &call.top, &call.new_scale, &call.new_history}) {
-    check.dtype("operand", *view, DType::f32);
-  }
-  same_buffer(&check, "into_new_scale", call.into_new_scale, call.new_scale);
-  same_buffer(&check, "into_new_history", call.into_new_history, call.new_history);
-  return check.wrong;
 }
 
 namespace {
@@ -606,32 +423,17 @@ namespace {
 // What the calls of parts of weights have in common.
 template <class Call>
 void shards(Check* check, const Call& call) {
-  check->rank("source", call.source, 3);
-  some_groups(check, "source", call.source);
-  check->not_empty("source", call.source, 1);
-  check->require(is_float(call.source.dtype),
-                 [&] { return Check::named("source", call.source) + ", expected floats"; });
   check->require(call.block_outer == 1 || call.block_outer == call.block,
                  [] { return "block_outer: expected 1, or that of square blocks"; });
-  if (!check->wrong.empty()) return;
-  check->shape("source_table", call.source_table, {3, call.source.dims[0]});
-  check->dtype("source_table", call.source_table, DType::i64);
   check->shape("amax", call.amax, {call.source.dims[0], ShardSlots::of(call).count});
-  check->dtype("amax", call.amax, DType::i32);
 }
 
 }  // namespace
 
-std::string disagreement(const ShardAmax& call) {
-  Check check;
-  shards(&check, call);
-  same_buffer(&check, "into_amax", call.into_amax, call.amax);
-  return check.wrong;
-}
+void own_rules(Check* check, const ShardAmax& call) { shards(check, call); }
 
-std::string disagreement(const ShardCast& call) {
-  Check check;
-  shards(&check, call);
+void own_rules(Check* check, const ShardCast& call) {
+  shards(check, call);
   const Quantize whole = whole_of(call);
   for (const auto& [result, into] : {std::pair{&whole.values, &whole.into_values},
                                      {&whole.scales, &whole.into_scales},
@@ -639,10 +441,24 @@ std::string disagreement(const ShardCast& call) {
                                      {&whole.cross_values, &whole.into_cross_values},
                                      {&whole.cross_scales, &whole.into_cross_scales},
                                      {&whole.cross_group_scales, &whole.into_cross_group_scales}}) {
-    check.require(result->present() == into->present(),
-                  [] { return "results: expected a buffer for every one, for others have written their part"; });
+    check->require(result->present() == into->present(),
+                   [] { return "results: expected a buffer for every one, for others have written their part"; });
   }
-  return check.wrong.empty() ? disagreement(whole) : check.wrong;
+  own_rules(check, whole);
 }
+
+template <class Call>
+std::string disagreement(const Call& call) {
+  Views views;
+  const_cast<Call&>(call).visit(views);  // `visit` serves those who write, too; this one reads
+  Check check;
+  check.wrong = mismatch(schema<Call>(), views);
+  if (check.wrong.empty()) own_rules(&check, call);
+  return check.wrong;
+}
+
+#define X(Call) template std::string disagreement<Call>(const Call&);
+GROUPED_CALLS(X)
+#undef X
 
 }  // namespace grouped

@@ -1,6 +1,6 @@
-// Whether a call's shapes agree with one another and with its parameters (cc/api/calls.h), each of which is legal by
-// itself (legal.h). Kernels rely on it and check nothing of the kind: what is launched with other shapes reads and
-// writes out of bounds.
+// Whether a call's slots are as its schema says (cc/api/schema.h), and agree with its parameters, each of which is
+// legal by itself (legal.h). Kernels rely on it and check nothing of the kind: what is launched with other shapes reads
+// and writes out of bounds.
 #pragma once
 
 #include <string>
@@ -9,10 +9,8 @@
 
 namespace grouped {
 
-// Empty, or what disagrees, in words. Every axis but that of rows has at least one element (MAT-7). Looks at presence,
-// ranks, dims and the dtypes that calls.h fixes, never at data.
-#define X(Call) std::string disagreement(const Call& call);
-GROUPED_CALLS(X)
-#undef X
+// Empty, or what disagrees, in words. Looks at presence, ranks, dims and dtypes, never at data.
+template <class Call>
+std::string disagreement(const Call& call);
 
 }  // namespace grouped

@@ -48,6 +48,7 @@ struct Fp8Contraction {
   using Element = Pair;
   using Shape = std::conditional_t<sizeof(Out) == 2, ShapeOf<kPromoting>, ShapeOf<kPromotingWide>>;
   using Rhs = RhsTile<Major::k, Shape::kCols>;
+  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
   template <class Multiply>
   static __device__ void with_scaling(const Params&, Multiply multiply) {
     multiply(std::integral_constant<Scaling, kScaled ? Scaling::columns : Scaling::none>{});

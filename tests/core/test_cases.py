@@ -10,7 +10,7 @@ import pytest
 from grouped_core import gradients
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.reference import Oracle
-from tests import asserts, bounds, cases
+from tests import asserts, bounds, cases, conftest
 
 OPTIONS = {"a": (1, 2, 3), "b": (False, True), "c": ("x", "y", "z"), "d": (None, 5)}
 OP = Linear(Names("x", "w"))
@@ -152,3 +152,24 @@ class TestAssertions:
 @pytest.mark.matrix(a=(1, 2, 3), b=(False, True), c=("x", "y"), valid=lambda a, b, c: a < 3 or not b)
 def test_matrix_mark_draws_valid_rows(a, b, c):
     assert a < 3 or not b
+
+
+def test_kernels_are_an_option_and_each_kernel_for_a_gpu_meets_every_pair():
+    options = {"a": (1, 2, 3), "b": (False, True), "c": ("x", "y")}
+    names = ("one_cpu", "two_cpu", "three_cuda", "four_cuda")
+    kernels = [pytest.param(name, marks=pytest.mark.gpu) if "_cuda" in name else name for name in names]
+    rows = conftest.matrix_rows(cases.pairwise, {"kernel": kernels, **options}, None)
+    found = [row.values for row in rows]
+    assert [("gpu" in {mark.name for mark in row.marks}) for row in rows] == ["_cuda" in each[3] for each in found]
+    on_cpu = [each for each in found if "_cpu" in each[3]]
+    for left, right in itertools.combinations(range(4), 2):
+        wanted = itertools.product(*[[*options.values(), names[:2]][at] for at in (left, right)])
+        assert {(each[left], each[right]) for each in on_cpu} == set(wanted)
+    for kernel in names[2:]:
+        assert [each[:3] for each in found if each[3] == kernel] == cases.pairwise(options)
+    told = conftest.matrix_rows(
+        cases.product, {"kernel": kernels, **options}, lambda kernel, a, **_: "t" in kernel or a < 2
+    )
+    assert {(row.values[3], row.values[0]) for row in told} == {
+        (name, a) for name in names for a in options["a"] if "t" in name or a < 2
+    }

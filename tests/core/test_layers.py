@@ -211,7 +211,7 @@ def test_kernels_are_named_after_their_files():
     files = [path for path in (ROOT / "cc" / "kernels").iterdir() if path.suffix in (".cc", ".cu")]
     stems = {path.stem for path in files}
     for path in files:
-        held = re.findall(r'= \{"(\w+)",', path.read_text())
+        held = re.findall(r'= \{\s*"(\w+)",', path.read_text())
         stems |= {name for name in held if name.split("_")[-2:] == path.stem.split("_")[-2:]}
     for header in ("compose.h", "widen.h", "stored.h"):
         stems |= set(re.findall(r"> (\w+);", (ROOT / "cc" / "dispatch" / header).read_text()))

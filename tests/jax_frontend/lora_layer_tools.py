@@ -11,6 +11,7 @@ from flax import nnx as flax_nnx
 
 import jax_grouped
 from jax_grouped import linen, nnx
+from tests import cases
 
 G, H, F, R, ROWS = 3, 16, 8, 4, 20
 SIZES = jnp.array([7, 0, 9], jnp.int32)
@@ -24,7 +25,7 @@ PARTS = {"GroupedLinear": ("lora",), "GroupedMLP": ("wi_lora", "wo_lora"), "MoE"
 
 def made(*shape: int, seed: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     """Standard normal values."""
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return jnp.asarray(cases.normal(shape, jnp.dtype(dtype).name, "lora", seed))
 
 
 X, PROBS = made(ROWS, H, seed=1), jnp.abs(made(ROWS, seed=2, dtype=jnp.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,14 +13,14 @@ import pytest
 import jax_grouped
 from jax_grouped import ragged_dot
 from jax_grouped.accumulate import StackedRef
-from tests import asserts, bounds
+from tests import asserts, bounds, cases
 
 G, M, K, N, R = 3, 20, 16, 24, 4
 SIZES = jnp.array([5, 0, 11], jnp.int32)
 
 
 def made(*shape: int, seed: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    return jnp.asarray(cases.normal(shape, "bfloat16", "lora", seed))
 
 
 X, W, DY = made(M, K, seed=0), made(G, K, N, seed=1), made(M, N, seed=2)
@@ -31,7 +32,10 @@ def loss(x: Any, a: Any, b: Any, **options: Any) -> Any:
     return jnp.sum(y.astype(jnp.float32) * DY.astype(jnp.float32))
 
 
-PLAIN = jax.grad(loss, (0, 1, 2))(X, A, B)
+@functools.cache
+def plain() -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of x, A and B, computed once."""
+    return jax.grad(loss, (0, 1, 2))(X, A, B)
 
 
 @pytest.mark.rule("LOR-4", "ACC-1")
@@ -45,9 +49,9 @@ def test_sinks_get_the_sum_as_their_cotangent():
     asserts.zero(np.asarray(da))
     asserts.zero(np.asarray(db))
     asserts.filled(np.asarray(sum_a)[1], 0.5, "an empty group")
-    asserts.bitwise(np.asarray(sum_b.astype(jnp.bfloat16)), np.asarray(PLAIN[2]))
+    asserts.bitwise(np.asarray(sum_b.astype(jnp.bfloat16)), np.asarray(plain()[2]))
     np.testing.assert_allclose(
-        np.asarray(sum_a) - 0.5, np.asarray(PLAIN[1], np.float32), rtol=bounds.ADDED[0], atol=bounds.ADDED[1]
+        np.asarray(sum_a) - 0.5, np.asarray(plain()[1], np.float32), rtol=bounds.ADDED[0], atol=bounds.ADDED[1]
     )
 
 
@@ -56,9 +60,9 @@ def test_refs_are_updated_in_place():
     stacked = jax.new_ref(jnp.zeros((2, *A.shape), jnp.float32))
     of_b = jax.new_ref(jnp.zeros(B.shape, jnp.float32))
     dx = jax.grad(lambda x: loss(x, A, B, lora_wgrad_accum=(StackedRef(stacked, 1), of_b)))(X)
-    asserts.bitwise(np.asarray(dx), np.asarray(PLAIN[0]))
+    asserts.bitwise(np.asarray(dx), np.asarray(plain()[0]))
     asserts.zero(np.asarray(stacked[0]))
-    for found, exact in ((stacked[1], PLAIN[1]), (of_b[...], PLAIN[2])):
+    for found, exact in ((stacked[1], plain()[1]), (of_b[...], plain()[2])):
         asserts.bitwise(np.asarray(found.astype(jnp.bfloat16)), np.asarray(exact))
 
 
@@ -100,7 +104,7 @@ def test_nothing_is_saved_for_frozen_parts(live: tuple[int, ...], shapes: list[t
 @pytest.mark.rule("LOR-1")
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
 def test_programs_give_the_same_bits(wrap: Any):
-    for one, two in zip(jax.grad(wrap(loss), (0, 1, 2))(X, A, B), PLAIN, strict=True):
+    for one, two in zip(jax.grad(wrap(loss), (0, 1, 2))(X, A, B), plain(), strict=True):
         asserts.bitwise(np.asarray(one), np.asarray(two))
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 
-import jax_grouped
 from jax_grouped import grouped_mlp, linen, nnx, parallel, routed_mlp
 from jax_grouped.accumulate import StackedRef
 from tests import asserts, bounds
@@ -255,21 +254,15 @@ def test_options_out_of_range_are_refused(kind, form, options, kind_of_error, fr
         make(kind, form, **options)
 
 
-@pytest.mark.rule("LOR-1", "ERR-1")
+@pytest.mark.rule("LYR-9", "LOR-1")
 @every_kind
-def test_adapters_are_not_spread_over_a_mesh(kind: str):
-    axes = parallel.MeshAxes(expert="expert")
-    with asserts.refused(ValueError, ["`lora_rank` of MoE", "2 beside `mesh_axes`", "expected None", "leave one"]):
-        make(kind, "MoE", lora_rank=2, mesh_axes=axes)
+def test_adapters_are_spread_with_their_experts(kind: str):
+    """A layer with the axes of a mesh of one device gives the bits of the layer without."""
     layer = build(kind, "MoE")
-    router, wi, wo = layer.params["router"]["kernel"], layer.params["wi"], layer.params["wo"]
-    for options, name in (
-        ({"lora": ()}, "lora"),
-        ({"lora_scaling": 2.0}, "lora_scaling"),
-        ({"shared": jax_grouped.SharedExpert(wi[:1], wo[:1], lora=())}, "shared.lora"),
-    ):
-        with asserts.refused(ValueError, [f"`{name}` of parallel.moe", "given", "expected none", "merge the adapters"]):
-            parallel.moe(X, router, wi, wo, 2, axes=axes, **options)
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        spread = build(kind, "MoE", mesh_axes=parallel.MeshAxes(expert="expert"))
+        asserts.bitwise(spread(), layer())
 
 
 # ---- accumulators of the MLP -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -104,6 +105,80 @@ def same_layer(found: Any, expected: Any, *, exact: bool = True, rate: float = b
             asserts.bitwise(a, e, what)
         else:
             close(a, e, what, rate)
+
+
+R = 4
+"""Rank of adapters."""
+
+
+def adapters(count: int, part: str = "") -> Any:
+    """Those of so many experts: ((A, B) of wi, (A, B) of wo)."""
+    shapes = (((H, R), (R, 2 * F)), ((F, R), (R, H)))
+    return tuple(tuple(draw(count, *shape, seed=(part, shape)) * 0.2 for shape in pair) for pair in shapes)
+
+
+def frozen(p: dict[str, Any]) -> dict[str, Any]:
+    return {name: each if name == "router" else jax.lax.stop_gradient(each) for name, each in p.items()}
+
+
+@pytest.mark.rule("LYR-9", "LOR-4")
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_adapters_are_split_as_their_experts_are(ranks: int, check_vma: bool) -> None:
+    """y and the gradients of tokens and adapters have the bits of one device; a shared expert's adapters add up."""
+    p, x, dy = frozen(parameters()), draw(T, H, seed="x"), draw(T, H, seed="dy")
+    shared = SharedExpert(p["wi"][:1], p["wo"][:1])
+
+    def gradients_of(run: Any, lora: Any) -> Any:
+        def total(lora: Any, of_shared: Any, x: Any) -> Any:
+            options = {"lora": lora, "lora_scaling": 0.5, "shared": shared._replace(lora=of_shared)}
+            y = run(frozen(p), x, **options)[0]
+            return (y * dy).sum(), y
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(lora, adapters(1, "shared"), x)
+
+    (_, y), (d_lora, d_shared, dx) = gradients_of(one_device, adapters(E))
+    mesh = mesh_of(expert=ranks)
+    split = jax.tree.map(lambda each: jax.device_put(each, NamedSharding(mesh, P("expert"))), adapters(E))
+    (_, y2), found = gradients_of(partial(spread, mesh=mesh, check_vma=check_vma), split)
+    asserts.bitwise(y2, y, "y")
+    asserts.bitwise(found[2], dx, "dx")
+    for mine, theirs in zip(jax.tree.leaves(found[0]), jax.tree.leaves(d_lora), strict=True):
+        asserts.bitwise(mine, theirs, "adapters")
+    for mine, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(d_shared), strict=True):
+        close(mine, theirs, "adapters of the shared expert")
+
+
+@pytest.mark.rule("LYR-9", "LOR-1")
+def test_dropout_of_adapters_differs_between_ranks() -> None:
+    """A layer of one axis has the masks of its key; others have their own, and the same ones again in the next call."""
+    p, x, key = frozen(parameters()), draw(T, H, seed="x"), jnp.array([1, 2], jnp.uint32)
+    options = {"lora": adapters(E), "lora_dropout": 0.5, "lora_key": key}
+    one, spread_1, spread_2, again = (
+        np.asarray(run(p, x, **options)[0])
+        for run in (one_device, *(partial(spread, mesh=mesh_of(expert=ranks)) for ranks in (1, 2, 2)))
+    )
+    asserts.bitwise(spread_1, one)
+    asserts.bitwise(spread_2, again)
+    assert np.any(spread_2[: T // 2] != one[: T // 2])
+
+
+@pytest.mark.rule("LOR-1", "ERR-1")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"transport": "ring"}, ["`lora`", "transport 'ring'"]),
+        ({"send": "codes", "recipe": MXFP8}, ["`send`", "'codes' beside `lora`", "None or 'tokens'"]),
+        ({"fsdp": True, "axes": MeshAxes(data="data", expert="expert")}, ["`lora`", "fsdp=True"]),
+        ({"lora_dropout": 0.5}, ["`lora_key`", "if and only if"]),
+        ({"lora_wgrad_accum": ()}, ["`lora_wgrad_accum`", "given", "None"]),
+        ({"lora": None, "lora_scaling": 2.0}, ["`lora_scaling`"]),
+    ],
+)
+def test_options_that_adapters_do_not_meet_are_refused(options: Any, words: list[str]) -> None:
+    p, x, mesh = parameters(), draw(T, H, seed="x"), mesh_of(data=2, expert=2)
+    with asserts.refused(ValueError, words):
+        spread(p, x, **{"mesh": mesh, "lora": adapters(E), **options})
 
 
 @pytest.mark.rule("LYR-9", "LYR-3", "LYR-13")

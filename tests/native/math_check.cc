@@ -24,9 +24,10 @@ void decode_all(float* values) {
 
 // How often a multiplication by fl(1 / max) gives another code than a division by max, of every amax there is.
 template <class T>
-int64_t reciprocals_that_differ() {
+int64_t reciprocals_that_differ(int64_t first, int64_t last, int64_t step) {
   int64_t count = 0;
-  for (uint32_t bits = 0; bits <= kInfinityBits + 1; ++bits) {
+  for (int64_t at = first; at <= last; at += step) {
+    const uint32_t bits = static_cast<uint32_t>(at);
     count += e8m0_code<T>(bits_float(bits)) != e8m0_code_of_ratio(fl_div(bits_float(bits), T::kMax));
   }
   return count;
@@ -182,8 +183,9 @@ EXPORT void random_all(uint64_t key, int64_t rows, int64_t columns, uint32_t gro
   }
 }
 
-EXPORT void reciprocals(int64_t* counts) {
-  counts[0] = reciprocals_that_differ<E4M3>();
-  counts[1] = reciprocals_that_differ<E5M2>();
-  counts[2] = reciprocals_that_differ<E2M1>();
+// Of floats from encoding `first` to `last`, each `step`-th.
+EXPORT void reciprocals(int64_t first, int64_t last, int64_t step, int64_t* counts) {
+  counts[0] = reciprocals_that_differ<E4M3>(first, last, step);
+  counts[1] = reciprocals_that_differ<E5M2>(first, last, step);
+  counts[2] = reciprocals_that_differ<E2M1>(first, last, step);
 }

@@ -48,7 +48,7 @@ def takes_low(kernel: str) -> bool:
 
 
 def kernels(call: str, *, joined: bool = False, quantized: bool = False, low: bool | None = False) -> list[Any]:
-    """Names of the kernels of `call`, as test parameters; those that need a GPU carry the mark.
+    """Names of the kernels of `call`, as test parameters; those that need a GPU, or another CPU, carry a mark.
 
     Args:
         joined: those of weights in two arrays too. quantized: those of quantised results instead of plain ones.
@@ -56,7 +56,21 @@ def kernels(call: str, *, joined: bool = False, quantized: bool = False, low: bo
     """
     names = [n for n in _native.kernels()[call] if (joined or JOINED not in n) and quantized == (STORED in n)]
     names = [n for n in names if low is None or (takes_low(n) if low else LOW not in n)]
-    return [name if "_cpu" in name else pytest.param(name, marks=pytest.mark.gpu) for name in names]
+    return [_parameter(name) for name in names]
+
+
+def _parameter(kernel: str) -> Any:
+    if "_cpu" not in kernel:
+        return pytest.param(kernel, marks=pytest.mark.gpu)
+    if wider_than_here(kernel):
+        return pytest.param(kernel, marks=pytest.mark.skip(f"this CPU has {_native.cpu_isa()} instructions"))
+    return kernel
+
+
+def wider_than_here(kernel: str) -> bool:
+    """Whether a kernel is of instructions that this CPU lacks."""
+    narrow = ("plain",) if kernel.endswith("_avx2") else ("plain", "avx2") if kernel.endswith("_avx512") else ()
+    return _native.cpu_isa() in narrow
 
 
 def plain_kernels(call: str, kernel: str) -> str:
@@ -82,8 +96,7 @@ def may_refuse(kernel: str, call: Call) -> bool:
         odd = weight.shape[params["rhs_axis"]] % 2 != 0
     if JOINED in kernel:  # for weights in two arrays that no other kernel reads in place
         return not odd
-    narrow = ("plain",) if kernel.endswith("_avx2") else ("plain", "avx2") if kernel.endswith("_avx512") else ()
-    return odd or _native.cpu_isa() in narrow
+    return odd or wider_than_here(kernel)
 
 
 class _Cpu:

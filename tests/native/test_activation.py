@@ -54,8 +54,8 @@ def gradients(
 
 
 @pytest.mark.rule("MLP-1", "MLP-3", "MLP-5", "GRP-6")
-@pytest.mark.parametrize("kernel", kernels("activation"))
 @pytest.mark.matrix(
+    kernel=kernels("activation"),
     kind=tuple(KINDS),
     case=CASES,
     dtype=cases.DTYPES,
@@ -71,8 +71,8 @@ def test_values(kernel, kind, case, dtype, result, interleave, scaled):
 
 
 @pytest.mark.rule("MLP-1", "MLP-3", "MLP-5", "MLP-7", "GRP-6")
-@pytest.mark.parametrize("kernel", kernels("activation_grad"))
 @pytest.mark.matrix(
+    kernel=kernels("activation_grad"),
     kind=tuple(KINDS),
     case=CASES,
     dtype=cases.DTYPES,
@@ -314,8 +314,8 @@ def fits_halves(kind: str, interleave: int | None, halves: bool, case: cases.Cas
 
 
 @pytest.mark.rule("MAT-3", "MLP-1", "MLP-2", "GRP-4", "GRP-6")
-@pytest.mark.parametrize("kernel", kernels("grouped_matmul_act"))
 @pytest.mark.matrix(
+    kernel=kernels("grouped_matmul_act"),
     kind=tuple(KINDS),
     case=PRODUCTS,
     dtype=cases.DTYPES,
@@ -344,8 +344,8 @@ def test_activated_products(kernel, kind, case, dtype, interleave, rhs_axis, bia
 
 
 @pytest.mark.rule("MLP-1", "MLP-2", "MLP-7", "GRP-4", "GRP-6")
-@pytest.mark.parametrize("kernel", kernels("grouped_matmul_dact"))
 @pytest.mark.matrix(
+    kernel=kernels("grouped_matmul_dact"),
     kind=tuple(KINDS),
     case=PRODUCTS[::2],
     dtype=cases.DTYPES,

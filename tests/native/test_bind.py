@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grouped_core import _native, calls, plans
+from grouped_core import _native, _schema, calls, plans
 from grouped_core.activations import Activation
 from grouped_core.calls import RESULTS, SLOTS, spec_of
 from grouped_core.formats import PLAIN, WIDE
 from grouped_core.recipes import BF16
+from grouped_core.schema import schema
 from tests import asserts, cases
+from tests.native.every_call import every_call
 from tests.native.runner import PRODUCTS, Native, on_cpu, product
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,20 +43,68 @@ def fused(p: cases.Problem) -> calls.Call:
 
 
 class TestLists:
-    def test_slots_and_params_are_those_of_the_headers(self):
-        native = _native.calls()
-        assert list(native) == list(SLOTS)
-        for name, slots in SLOTS.items():
-            assert tuple(slot for slot, _ in native[name]["inputs"]) == slots
-            assert tuple(slot for slot, _ in native[name]["outputs"]) == RESULTS[name]
-        p = cases.problem(cases.named("tail"), "bfloat16")
-        assert [name for name, _ in forward(p).params] == native["grouped_matmul"]["params"]
-        for name in ("group_sum", "row_dot", "scale_rows"):
-            assert native[name]["params"] == []
+    def test_the_schema_is_that_of_the_headers(self):
+        """`_schema.py` is up to date: names, words and defaults, in order."""
+        for kept, native in ((_schema.TYPES, _native.types()), (_schema.CALLS, _native.schema())):
+            assert repr(kept) == repr(native), "the schema is outdated; run `make stub`"
+
+    @pytest.mark.parametrize("name", SLOTS)
+    def test_calls_are_as_their_schema_says(self, name):
+        """Shapes with equal letters, dtypes, presence and parameters of the calls that Python makes."""
+        known = schema(name)
+        examples = [call for size in ((3, 20, 24, 40), (2, 9, 130, 129)) for call in every_call(*size)]
+        found = [call for call in examples if call.name == name]
+        assert found
+        for call in found:
+            specs = (
+                dict(zip(known.inputs, call.inputs, strict=True)),
+                dict(zip(known.outputs, call.outputs, strict=True)),
+            )
+            lengths: dict[str, int] = {}
+            for slots, own in zip((known.inputs, known.outputs), specs, strict=True):
+                for slot in slots.values():
+                    spec = own[slot.name]
+                    if slot.beside:
+                        assert (spec is None) == (specs[0][slot.beside] is None)
+                    if spec is None:
+                        assert slot.optional, (call, slot)
+                        continue
+                    if slot.like:
+                        assert spec == specs[slot.like in specs[1]][slot.like], (call, slot)
+                        continue
+                    dtypes = slot.dtypes or (specs[0][slot.type_of].dtype,)
+                    assert spec.dtype in dtypes, (call, slot)
+                    fitting = [dims for dims in slot.shapes if len(dims) == len(spec.shape)]
+                    assert fitting or not slot.shapes, (call, slot)
+                    for dim, length in zip(*fitting, spec.shape, strict=True) if fitting else ():
+                        same = (
+                            int(dim)
+                            if dim.isdecimal()
+                            else lengths.setdefault(dim, length)
+                            if dim.isalpha()
+                            else length
+                        )
+                        assert same == length, (call, slot)
+            params = dict(call.params)
+            assert list(params) == [param for param in known.params if param in params]
+            assert all(type(value) is type(known.params[param]) for param, value in params.items())
+
+    def test_what_a_call_does_not_have_is_refused(self):
+        rows, sizes = calls.ArraySpec((4, 8), "float32"), calls.ArraySpec((2,), "int32")
+        operands = {"rows": rows, "group_sizes": sizes}
+        for given in (({**operands, "bias": rows}, "float32"), (operands, {"sum": "float32"})):
+            with pytest.raises(KeyError, match=r"group_sum has no (operands|results) \['(bias|sum)'\]"):
+                calls.new_call("group_sum", *given)
+        with pytest.raises(KeyError, match=r"group_sum has no parameters \['rate'\]"):
+            calls.new_call("group_sum", operands, "float32", {"rate": 1})
+        with pytest.raises(KeyError, match="`result` has several dtypes"):
+            calls.new_call("group_sum", operands)
+        with pytest.raises(KeyError, match="`result` has no single shape"):
+            calls.new_call("grouped_matmul", {"group_sizes": sizes}, "float32")
 
     def test_required_slots_are_given_and_optional_ones_may_be_absent(self):
-        required = {slot for slot, optional in _native.calls()["grouped_matmul"]["inputs"] if not optional}
-        assert required == {"lhs", "rhs", "group_sizes"}
+        required = [name for name, slot in schema("grouped_matmul").inputs.items() if not slot.optional]
+        assert required == ["lhs", "rhs", "group_sizes"]
 
     def test_every_format_has_an_element_type(self):
         names = _native.dtypes()
@@ -76,7 +126,7 @@ class TestLists:
         assert len(names) == len(set(names))
 
     def test_the_isa_is_one_that_has_a_pinned_kernel_or_is_the_best(self):
-        assert _native.cpu_isa() in ("plain", "avx2", "avx512", "avx512bf16")
+        assert _native.cpu_isa() in ("plain", "avx2", "avx512", "avx512bf16", "neonbf16")
 
 
 class TestVersions:
@@ -113,7 +163,7 @@ def test_sources_are_named_as_the_project_names_them():
     assert str(ROOT).encode() not in module
     folders = "|".join(sorted(path.name for path in (ROOT / "cc").iterdir()))
     found = set(re.findall(rf"[\w./-]*\bcc/(?:{folders})/(?:\w+/)*\w+\.\w+".encode(), module))
-    assert b"cc/bind/launch.h" in found
+    assert b"cc/api/schema.cc" in found
     assert not [path for path in found if not path.startswith(b"cc/")]
 
 
@@ -347,6 +397,7 @@ def test_a_forked_child_computes(python):
     python("""
 import os
 from tests import cases
+from tests.native.every_call import every_call
 from tests.native.runner import Native, product
 p = cases.problem(cases.named("rows_1027"), "bfloat16")
 expected = product(Native(check=False), "forward", p).tobytes()

@@ -46,8 +46,8 @@ def scale_of(case: cases.Case) -> np.ndarray:
 
 
 @pytest.mark.rule("LOR-1", "GRP-4", "GRP-5", "GRP-6", "GRP-9", "MAT-7", "MAT-8", "MAT-9")
-@each_kernel
 @pytest.mark.matrix(
+    kernel=kernels("grouped_matmul", low=True),
     case=(*SMALL, TILES, ALIGNED, *NARROW),
     dtype=cases.DTYPES,
     axis=(1, 2),
@@ -78,8 +78,13 @@ def test_products(kernel, case, dtype, axis, low_axis, rank, bias, row_scale, sc
 
 
 @pytest.mark.rule("LOR-1")
-@each_kernel
-@pytest.mark.matrix(mode=FP32_MODES, case=(ALIGNED, NARROW[1]), rank=(4, 16), invariant=(False, True))
+@pytest.mark.matrix(
+    kernel=kernels("grouped_matmul", low=True),
+    mode=FP32_MODES,
+    case=(ALIGNED, NARROW[1]),
+    rank=(4, 16),
+    invariant=(False, True),
+)
 def test_modes_of_fp32(kernel, mode, case, rank, invariant):
     lhs, rhs = operands(case, "float32", 1)
     recipe = plain("float32").replace(fp32=mode, batch_invariant=invariant)
@@ -102,8 +107,8 @@ def of_formats(formats: tuple[str, str], case: cases.Case, axis: int, width: int
 
 
 @pytest.mark.rule("LOR-1", "LOR-2", "QNT-1", "GRP-6")
-@each_kernel
 @pytest.mark.matrix(
+    kernel=kernels("grouped_matmul", low=True),
     formats=BESIDE_CODES,
     case=(ALIGNED, TILES, NARROW[2], *(cases.named(name) for name in ("tail", "idle_ends", "clamped", "k_n_odd"))),
     low_axis=(1, 2),
@@ -125,9 +130,13 @@ BLOCKS = cases.Case("blocks", (40, 0, 75), 120, 72, 160, frozenset())
 
 
 @pytest.mark.rule("LOR-2", "QNT-1")
-@pytest.mark.parametrize("kernel", kernels("grouped_matmul", low=None))
 @pytest.mark.matrix(
-    format=EITHER_AXIS, rows=("bf16", "fp16", "fp32"), case=(ODD, BLOCKS, ALIGNED), result=cases.DTYPES, rank=(0, 4, 16)
+    kernel=kernels("grouped_matmul", low=None),
+    format=EITHER_AXIS,
+    rows=("bf16", "fp16", "fp32"),
+    case=(ODD, BLOCKS, ALIGNED),
+    result=cases.DTYPES,
+    rank=(0, 4, 16),
 )
 def test_codes_contracted_along_the_axis_that_they_were_not_made_for(kernel, format, rows, case, result, rank):
     """The values of the one stored form; two codes a byte lie along the columns, whose number may be odd."""
@@ -183,8 +192,8 @@ def test_activations_of_codes(kernel, formats, case, kind, rank, low_axis):
 
 
 @pytest.mark.rule("LOR-2", "QNT-1", "MLP-2")
-@pytest.mark.parametrize("kernel", kernels("grouped_matmul_dact"))
 @pytest.mark.matrix(
+    kernel=kernels("grouped_matmul_dact"),
     format=("mxfp8", "mxfp4", "nvfp4", "nvfp4_2d", "fp8_128x128"),
     case=(ODD, BLOCKS, ALIGNED),
     kind=("swiglu", "relu"),
@@ -232,8 +241,13 @@ def test_quantised_results(kernel, format, base, rank, case):
 
 
 @pytest.mark.rule("LOR-1", "LOR-4", "MAT-3", "ALL-2")
-@each_kernel
-@pytest.mark.matrix(case=(ALIGNED, cases.named("tail")), dtype=cases.DTYPES, axis=(1, 2), rank=(4, 16))
+@pytest.mark.matrix(
+    kernel=kernels("grouped_matmul", low=True),
+    case=(ALIGNED, cases.named("tail")),
+    dtype=cases.DTYPES,
+    axis=(1, 2),
+    rank=(4, 16),
+)
 def test_tables_any_address_and_both_entries_give_the_same_bits(kernel, case, dtype, axis, rank):
     lhs, rhs = operands(case, dtype, axis)
     low, run = low_of(case, case.n, rank, axis, dtype), Native(kernel)

@@ -102,23 +102,22 @@ def dequantize(
 
 @pytest.mark.rule("maxtext #4971")
 @pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-12", "MAT-2")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=FOR_ROWS, case=CASES, dtype=cases.DTYPES, forms=FORMS)
+@pytest.mark.matrix(kernel=kernels("quantize"), format=FOR_ROWS, case=CASES, dtype=cases.DTYPES, forms=FORMS)
 def test_rows(kernel, format, case, dtype, forms):
     x, sizes = rows_of(case, dtype)
     quantize(Native(kernel), x, format, forms, sizes, key=KEY)
 
 
 @pytest.mark.rule("MAT-2", "GRP-12")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=FOR_WEIGHTS, shape=MEMBERS, dtype=cases.DTYPES, forms=FORMS)
+@pytest.mark.matrix(kernel=kernels("quantize"), format=FOR_WEIGHTS, shape=MEMBERS, dtype=cases.DTYPES, forms=FORMS)
 def test_weights(kernel, format, shape, dtype, forms):
     quantize(Native(kernel), numbers(shape, dtype), format, forms, key=KEY)
 
 
 @pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-12", "MAT-2")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=FOR_ROWS, case=CASES[:14:2], width=WIDE, dtype=cases.DTYPES, forms=FORMS)
+@pytest.mark.matrix(
+    kernel=kernels("quantize"), format=FOR_ROWS, case=CASES[:14:2], width=WIDE, dtype=cases.DTYPES, forms=FORMS
+)
 def test_rows_of_whole_vectors(kernel, format, case, width, dtype, forms):
     """Tiles as wide as the kernels of bandwidth have them, and their ends."""
     x, sizes = rows_of(dataclasses.replace(case, k=width), dtype)
@@ -126,8 +125,9 @@ def test_rows_of_whole_vectors(kernel, format, case, width, dtype, forms):
 
 
 @pytest.mark.rule("GRP-4", "GRP-12")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=FOR_ROWS, groups=("groups_1025", "groups_4096"), dtype=cases.DTYPES, forms=FORMS)
+@pytest.mark.matrix(
+    kernel=kernels("quantize"), format=FOR_ROWS, groups=("groups_1025", "groups_4096"), dtype=cases.DTYPES, forms=FORMS
+)
 def test_rows_of_many_groups(kernel, format, groups, dtype, forms):
     """Sizes are scanned 1024 at a time; tables of all groups lie in shared memory, beside the tiles."""
     x, sizes = rows_of(dataclasses.replace(cases.named(groups), k=16), dtype)
@@ -135,8 +135,8 @@ def test_rows_of_many_groups(kernel, format, groups, dtype, forms):
 
 
 @pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-12", "MAT-2")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
 @pytest.mark.matrix(
+    kernel=kernels("quantize"),
     format=IN_BLOCKS,
     case=[*CASES, cases.named("groups_1024"), cases.named("clamped")],
     width=WIDTHS,
@@ -149,16 +149,17 @@ def test_rows_alone(kernel, format, case, width, dtype):
 
 
 @pytest.mark.rule("MAT-2", "GRP-12")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=IN_BLOCKS, tall=(1, 8, 37, 128), width=WIDTHS, dtype=cases.DTYPES)
+@pytest.mark.matrix(
+    kernel=kernels("quantize"), format=IN_BLOCKS, tall=(1, 8, 37, 128), width=WIDTHS, dtype=cases.DTYPES
+)
 def test_rows_alone_of_weights(kernel, format, tall, width, dtype):
     """The same of weights, whose rows lie one behind the other."""
     quantize(Native(kernel), numbers((3, tall, width), dtype), format, (True, False))
 
 
 @pytest.mark.rule("MAT-4")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
 @pytest.mark.matrix(
+    kernel=kernels("quantize"),
     format=FOR_WEIGHTS,
     shape=(MEMBERS[0], *LISTED),
     dtype=cases.DTYPES,
@@ -175,9 +176,9 @@ def test_listed_weights(kernel, format, shape, dtype, forms, odd):
 
 
 @pytest.mark.rule("MAT-4")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_1x128", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.matrix(
+    kernel=kernels("quantize"), name=("fp8_tensor", "fp8_1x128", "mxfp8", "nvfp4"), dtype=("float32", "bfloat16")
+)
 def test_long_lists(kernel, name, dtype):
     w, run = numbers((4096, 16, 8), dtype), Native(kernel)
     _held, table = run.hold(list(w), unaligned=(0, 4095))
@@ -186,8 +187,13 @@ def test_long_lists(kernel, name, dtype):
 
 
 @pytest.mark.rule("MAT-4")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(name=("fp8_tensor", "fp8_tensor_e5m2"), dtype=cases.DTYPES, forms=FORMS, odd=(False, True))
+@pytest.mark.matrix(
+    kernel=kernels("quantize"),
+    name=("fp8_tensor", "fp8_tensor_e5m2"),
+    dtype=cases.DTYPES,
+    forms=FORMS,
+    odd=(False, True),
+)
 def test_listed_weights_with_given_multipliers(kernel, name, dtype, forms, odd):
     """Delayed scaling of a list: amaxes are merged on the way."""
     w, run, format = numbers((5, 48, 264), dtype), Native(kernel), FORMATS[name].replace(delayed=True)
@@ -196,8 +202,7 @@ def test_listed_weights_with_given_multipliers(kernel, name, dtype, forms, odd):
     same(quantize(run, w, format, forms, table=table, **options), quantize(run, w, format, forms, **options))
 
 
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=FOR_ROWS, case=CASES[:4], dtype=cases.DTYPES)
+@pytest.mark.matrix(kernel=kernels("quantize"), format=FOR_ROWS, case=CASES[:4], dtype=cases.DTYPES)
 def test_amaxes_are_merged(kernel, format, case, dtype):
     """Of the values as they come, whatever their form; what was there already counts."""
     x, sizes = rows_of(case, dtype)
@@ -211,8 +216,13 @@ def test_amaxes_are_merged(kernel, format, case, dtype):
         asserts.bitwise(found[g : g + 1], np.array([largest if largest == largest else np.nan], np.float32))
 
 
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(name=("fp8_tensor", "fp8_tensor_e5m2"), dtype=cases.DTYPES, rows=(False, True), forms=FORMS)
+@pytest.mark.matrix(
+    kernel=kernels("quantize"),
+    name=("fp8_tensor", "fp8_tensor_e5m2"),
+    dtype=cases.DTYPES,
+    rows=(False, True),
+    forms=FORMS,
+)
 def test_given_multipliers(kernel, name, dtype, rows, forms):
     """Delayed scaling: nothing is found; amaxes are merged on the way."""
     encode = np.array([0.5, 1.0, 3.0, 2.0**-100, 2.0**127], np.float32)
@@ -222,8 +232,8 @@ def test_given_multipliers(kernel, name, dtype, rows, forms):
     quantize(Native(kernel), source, FORMATS[name].replace(delayed=True), forms, sizes, **options)
 
 
-@pytest.mark.parametrize("kernel", kernels("quantize"))
 @pytest.mark.matrix(
+    kernel=kernels("quantize"),
     name=("fp8_tensor", "fp8_tensor_e5m2"),
     dtype=cases.DTYPES,
     rows=(False, True),
@@ -259,8 +269,8 @@ def buffers(found: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 
 @pytest.mark.rule("QNT-6")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
 @pytest.mark.matrix(
+    kernel=kernels("quantize"),
     format=VARIANTS,
     rows=(False, True),
     wanted=((True, True, False), (True, True, True), (True, False, False)),
@@ -289,8 +299,7 @@ def every_value(dtype: str) -> NDArray[Any]:
 
 
 @pytest.mark.rule("GRP-12")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=FOR_ROWS, dtype=NARROW, ordered=(False, True), forms=WITH_ROWS)
+@pytest.mark.matrix(kernel=kernels("quantize"), format=FOR_ROWS, dtype=NARROW, ordered=(False, True), forms=WITH_ROWS)
 def test_every_value_of_16_bits(kernel, format, dtype, ordered, forms):
     """Ordered, blocks hold neighbours, so that each of them is near its block's largest."""
     x = every_value(dtype)
@@ -361,8 +370,7 @@ def test_random_bits_follow_key_and_stream(kernel, rotate):
 
 
 @pytest.mark.rule("ALL-2")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=FOR_ROWS, case=CASES[:4], dtype=cases.DTYPES, forms=WITH_ROWS)
+@pytest.mark.matrix(kernel=kernels("quantize"), format=FOR_ROWS, case=CASES[:4], dtype=cases.DTYPES, forms=WITH_ROWS)
 def test_the_same_at_any_address_and_through_both_entries(kernel, format, case, dtype, forms):
     x, sizes = rows_of(case, dtype)
     first = quantize(Native(kernel), x, format, forms, sizes, key=KEY)
@@ -372,8 +380,7 @@ def test_the_same_at_any_address_and_through_both_entries(kernel, format, case, 
 
 
 @pytest.mark.rule("ALL-2", "GRP-12")
-@pytest.mark.parametrize("kernel", kernels("quantize"))
-@pytest.mark.matrix(format=FOR_ROWS, forms=WITH_ROWS)
+@pytest.mark.matrix(kernel=kernels("quantize"), format=FOR_ROWS, forms=WITH_ROWS)
 def test_groups_do_not_see_each_other(kernel, format, forms):
     """A group quantised alone has the codes that it has between others; its random bits are those of its place."""
     x, sizes = cases.normal((180, 40), "bfloat16"), np.array([0, 50, 130], np.int32)
@@ -390,8 +397,14 @@ def test_groups_do_not_see_each_other(kernel, format, forms):
 
 
 @pytest.mark.rule("GRP-5", "GRP-6")
-@pytest.mark.parametrize("kernel", kernels("dequantize"))
-@pytest.mark.matrix(format=FOR_ROWS, case=CASES, dtype=cases.DTYPES, cross=(False, True), codes=("found", "any"))
+@pytest.mark.matrix(
+    kernel=kernels("dequantize"),
+    format=FOR_ROWS,
+    case=CASES,
+    dtype=cases.DTYPES,
+    cross=(False, True),
+    codes=("found", "any"),
+)
 def test_values_of_rows(kernel, format, case, dtype, cross, codes):
     x, sizes = rows_of(case, "float32")
     if format.rotate:
@@ -414,8 +427,8 @@ def shuffled(array: NDArray[Any], name: str) -> NDArray[Any]:
     return scales
 
 
-@pytest.mark.parametrize("kernel", kernels("dequantize"))
 @pytest.mark.matrix(
+    kernel=kernels("dequantize"),
     format=[f for f in FOR_WEIGHTS if not (f.stochastic or f.four_over_six)],
     shape=MEMBERS,
     dtype=cases.DTYPES,
@@ -430,9 +443,13 @@ def test_values_of_weights(kernel, format, shape, dtype, cross, codes):
     dequantize(Native(kernel), quantized, format, 1 if cross else 2, w, None, dtype)
 
 
-@pytest.mark.parametrize("kernel", kernels("scale_update"))
 @pytest.mark.matrix(
-    length=(1, 2, 5, 300, 2500), roles=(1, 3), groups=(1, 7, 300), most_recent=(False, True), reuse=(False, True)
+    kernel=kernels("scale_update"),
+    length=(1, 2, 5, 300, 2500),
+    roles=(1, 3),
+    groups=(1, 7, 300),
+    most_recent=(False, True),
+    reuse=(False, True),
 )
 def test_steps_of_delayed_scaling(kernel, length, roles, groups, most_recent, reuse):
     rng = np.random.default_rng(length + groups)

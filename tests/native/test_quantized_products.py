@@ -133,22 +133,22 @@ def rows_product(
 
 
 @pytest.mark.rule("QNT-1", "GRP-4", "GRP-5", "GRP-6", "MAT-8", "MAT-9")
-@each_kernel
-@pytest.mark.matrix(formats=(*ROWS, *WEIGHT_ONLY), case=CASES, **EPILOGUES)
+@pytest.mark.matrix(kernel=kernels("grouped_matmul"), formats=(*ROWS, *WEIGHT_ONLY), case=CASES, **EPILOGUES)
 def test_rows(kernel, formats, case, bias, row_scale, scale_bias, result):
     rows_product(kernel, formats, case, bias, row_scale, scale_bias, result)
 
 
 @pytest.mark.rule("QNT-1", "GRP-4", "GRP-5", "GRP-6", "MAT-8", "MAT-9")
-@each_kernel
-@pytest.mark.matrix(formats=tuple(("bf16", weight) for weight in WEIGHTS), case=FEW, **EPILOGUES)
+@pytest.mark.matrix(
+    kernel=kernels("grouped_matmul"), formats=tuple(("bf16", weight) for weight in WEIGHTS), case=FEW, **EPILOGUES
+)
 def test_few_rows(kernel, formats, case, bias, row_scale, scale_bias, result):
     rows_product(kernel, formats, case, bias, row_scale, scale_bias, result)
 
 
 @pytest.mark.rule("QNT-1", "GRP-4", "GRP-5", "MAT-11")
-@each_kernel
 @pytest.mark.matrix(
+    kernel=kernels("grouped_matmul"),
     formats=CONTRACTED,
     case=CASES,
     result=cases.DTYPES,
@@ -250,8 +250,7 @@ def test_a_scale_of_nan_is_a_block_of_nan(kernel, name):
 
 
 @pytest.mark.rule("QNT-1", "ALL-6")
-@each_kernel
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+@pytest.mark.matrix(kernel=kernels("grouped_matmul"), name=("mxfp8", "mxfp4"))
 def test_large_scales_leave_other_columns_alone(kernel, name):
     """Among stages of small ones, whose bits must not depend on how the others are multiplied."""
     case = FEW[4]
@@ -268,8 +267,10 @@ def test_large_scales_leave_other_columns_alone(kernel, name):
 
 
 @pytest.mark.rule("ALL-2", "MAT-7")
-@each_kernel
-@pytest.mark.parametrize("formats", [("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"), ("bf16", "nvfp4")])
+@pytest.mark.matrix(
+    kernel=kernels("grouped_matmul"),
+    formats=(("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"), ("bf16", "nvfp4")),
+)
 def test_the_same_bits_twice_and_at_any_address(kernel, formats):
     case = FEW[1] if "_weight_only_" in kernel else LONG
     lhs, rhs = rows_operands(formats, case)

@@ -49,8 +49,7 @@ def mask_of(tokens: int) -> NDArray[np.uint8]:
 
 
 @pytest.mark.rule("LYR-1", "LYR-2")
-@pytest.mark.parametrize("kernel", kernels("router"))
-@pytest.mark.matrix(shape=SHAPES, scores=SCORES, bias=(False, True), masked=(False, True))
+@pytest.mark.matrix(kernel=kernels("router"), shape=SHAPES, scores=SCORES, bias=(False, True), masked=(False, True))
 def test_weights_and_experts(kernel, shape, scores, bias, masked):
     tokens, experts, k = shape
     given = {"logits": draw(tokens, experts)}
@@ -68,8 +67,8 @@ def test_weights_and_experts(kernel, shape, scores, bias, masked):
 
 
 @pytest.mark.rule("LYR-1")
-@pytest.mark.parametrize("kernel", kernels("router"))
 @pytest.mark.matrix(
+    kernel=kernels("router"),
     case=(
         (64, 8, 4, 2, 8),
         (64, 8, 3, 1, 6),
@@ -126,8 +125,7 @@ def test_a_bad_logit_stays_with_its_token(kernel, score):
 
 
 @pytest.mark.rule("LYR-15")
-@pytest.mark.parametrize("kernel", kernels("router"))
-@pytest.mark.matrix(shape=SHAPES, scores=SCORES)
+@pytest.mark.matrix(kernel=kernels("router"), shape=SHAPES, scores=SCORES)
 def test_given_experts_replace_the_choice(kernel, shape, scores):
     tokens, experts, k = shape
     logits, given = draw(tokens, experts), slots(tokens, k, experts, "given", missing=0.2)
@@ -144,8 +142,9 @@ def test_given_experts_replace_the_choice(kernel, shape, scores):
 
 
 @pytest.mark.rule("LYR-1", "LYR-3")
-@pytest.mark.parametrize("kernel", kernels("router_grad"))
-@pytest.mark.matrix(shape=SHAPES, scores=SCORES, masked=(False, True), of=("weights", "losses", "both"))
+@pytest.mark.matrix(
+    kernel=kernels("router_grad"), shape=SHAPES, scores=SCORES, masked=(False, True), of=("weights", "losses", "both")
+)
 def test_gradients_of_logits(kernel, shape, scores, masked, of):
     tokens, experts, k = shape
     given: dict[str, Any] = {"logits": draw(tokens, experts), "experts": slots(tokens, k, experts, "grad", 0.1)}
@@ -183,8 +182,8 @@ def sums_call(score: str, given: dict[str, Any]) -> Call:
 
 
 @pytest.mark.rule("LYR-3")
-@pytest.mark.parametrize("kernel", kernels("router_sums"))
 @pytest.mark.matrix(
+    kernel=kernels("router_sums"),
     shape=(*SHAPES, (3000, 16, 2)),
     score=routing.SCORES,
     masked=(False, True),
@@ -282,8 +281,9 @@ PART_SHAPES = (((0, 8), 1), ((3, 5), 1), ((70, 128), 1), ((1, 24, 40), 1), ((1, 
 """Shapes and the axis of the parts."""
 
 
-@pytest.mark.parametrize("kernel", kernels("split_parts"))
-@pytest.mark.matrix(shape=PART_SHAPES, order=("1", "123", "112123", "321"), unaligned=(False, True))
+@pytest.mark.matrix(
+    kernel=kernels("split_parts"), shape=PART_SHAPES, order=("1", "123", "112123", "321"), unaligned=(False, True)
+)
 def test_bf16_parts(kernel, shape, order, unaligned):
     dims, axis = shape
     source = draw(*dims, seed="parts") * np.exp2(np.arange(dims[-1]) % 60 - 30).astype(np.float32)
@@ -300,16 +300,16 @@ def test_bf16_parts_add_up_to_the_value(kernel):
     np.testing.assert_array_equal(parts[:, -3:], [source[0, -3:], [0, 0, 0], [0, 0, 0]])
 
 
-@pytest.mark.parametrize("kernel", kernels("sum_parts"))
-@pytest.mark.matrix(shape=PART_SHAPES, count=(1, 3, 6), unaligned=(False, True))
+@pytest.mark.matrix(kernel=kernels("sum_parts"), shape=PART_SHAPES, count=(1, 3, 6), unaligned=(False, True))
 def test_sums_of_parts(kernel, shape, count, unaligned):
     dims, axis = shape
     source = draw(*dims[:axis], dims[axis] * count, *dims[axis + 1 :], seed="sums")
     Native(kernel, unaligned=unaligned)(routing.sum_parts(spec_of(source), axis, count), [source])
 
 
-@pytest.mark.parametrize("kernel", kernels("sinkhorn"))
-@pytest.mark.matrix(shape=((0, 3), (1, 1), (70, 33), (300, 128)), iterations=(0, 1, 8), masked=(False, True))
+@pytest.mark.matrix(
+    kernel=kernels("sinkhorn"), shape=((0, 3), (1, 1), (70, 33), (300, 128)), iterations=(0, 1, 8), masked=(False, True)
+)
 def test_sinkhorn(kernel, shape, iterations, masked):
     given = {"logits": draw(*shape)} | ({"mask": mask_of(shape[0])} if masked else {})
     specs = {name: spec_of(array) for name, array in given.items()}
@@ -322,8 +322,7 @@ def test_sinkhorn(kernel, shape, iterations, masked):
 
 
 @pytest.mark.rule("LYR-3")
-@pytest.mark.parametrize("kernel", kernels("count_experts"))
-@pytest.mark.matrix(shape=SHAPES, sequences=(1, 3), missing=(0.0, 0.3))
+@pytest.mark.matrix(kernel=kernels("count_experts"), shape=SHAPES, sequences=(1, 3), missing=(0.0, 0.3))
 def test_counts(kernel, shape, sequences, missing):
     tokens, experts, k = shape
     chosen = slots(tokens, k, experts, "count", missing)
@@ -337,8 +336,8 @@ def test_counts(kernel, shape, sequences, missing):
 
 
 @pytest.mark.rule("LYR-5", "GRP-11")
-@pytest.mark.parametrize("kernel", kernels("sort_slots"))
 @pytest.mark.matrix(
+    kernel=kernels("sort_slots"),
     shape=(*SHAPES, (3000, 16, 4), (500, 5000, 2), (64, 65535, 1)),
     align=(1, 8, 16),
     missing=(0.0, 0.4),
@@ -370,8 +369,8 @@ def test_one_expert_takes_all(kernel):
 
 
 @pytest.mark.rule("LYR-9", "LYR-10")
-@pytest.mark.parametrize("kernel", kernels("send_order"))
 @pytest.mark.matrix(
+    kernel=kernels("send_order"),
     shape=((0, 4, 2, 2), (1, 1, 1, 1), (7, 6, 5, 3), (200, 128, 8, 8), (33, 256, 6, 256), (3000, 16, 4, 4)),
     budget=(0, 1, 24, 2000),
     missing=(0.0, 0.4),
@@ -407,8 +406,13 @@ def test_bad_orders_stay_in_bounds(kernel):
 
 
 @pytest.mark.rule("LYR-8")
-@pytest.mark.parametrize("kernel", kernels("drop_slots"))
-@pytest.mark.matrix(shape=(*SHAPES, (3000, 4, 2)), capacity=(1, 7, 600), weighted=(False, True), missing=(0.0, 0.3))
+@pytest.mark.matrix(
+    kernel=kernels("drop_slots"),
+    shape=(*SHAPES, (3000, 4, 2)),
+    capacity=(1, 7, 600),
+    weighted=(False, True),
+    missing=(0.0, 0.3),
+)
 def test_capacity(kernel, shape, capacity, weighted, missing):
     tokens, experts, k = shape
     given: dict[str, Any] = {"experts": slots(tokens, k, experts, "drop", missing)}
@@ -446,8 +450,8 @@ WIDTHS = (1, 3, 8, 100, 257, 2048)
 
 
 @pytest.mark.rule("LYR-5", "MAT-7")
-@pytest.mark.parametrize("kernel", kernels("gather_rows"))
 @pytest.mark.matrix(
+    kernel=kernels("gather_rows"),
     width=WIDTHS,
     dtype=(*cases.DTYPES, "float8_e4m3fn", "uint8", "int32"),
     slots_per_row=(1, 3),
@@ -475,8 +479,12 @@ def test_gathered_elements(kernel, rank):
 
 
 @pytest.mark.rule("LYR-16")
-@pytest.mark.parametrize("kernel", kernels("gather_rows"))
-@pytest.mark.matrix(shape=((1, 1), (7, 90), (56, 37)), dtype=("float32", "float8_e8m0fnu"), slots_per_row=(1, 3))
+@pytest.mark.matrix(
+    kernel=kernels("gather_rows"),
+    shape=((1, 1), (7, 90), (56, 37)),
+    dtype=("float32", "float8_e8m0fnu"),
+    slots_per_row=(1, 3),
+)
 def test_gathered_columns(kernel, shape, dtype, slots_per_row):
     codes = np.arange(np.prod(shape)).reshape(shape).astype(np.uint8) % 255
     rows = draw(*shape) if dtype == "float32" else codes.view(cases.numpy_dtype(dtype))
@@ -486,9 +494,10 @@ def test_gathered_columns(kernel, shape, dtype, slots_per_row):
 
 
 @pytest.mark.rule("LYR-7", "GRP-4")
-@pytest.mark.parametrize("kernel", kernels("pad_groups"))
 @pytest.mark.matrix(
-    sizes=((5, 0, 16, 3), (0, 0), (-4, 30, 2), (2**31 - 1, 7), (16, 32, 0, 16), (1,) * 3000), align=(1, 8, 16)
+    kernel=kernels("pad_groups"),
+    sizes=((5, 0, 16, 3), (0, 0), (-4, 30, 2), (2**31 - 1, 7), (16, 32, 0, 16), (1,) * 3000),
+    align=(1, 8, 16),
 )
 def test_padded_groups(kernel, sizes, align):
     sizes = np.array(sizes, np.int32)
@@ -499,8 +508,8 @@ def test_padded_groups(kernel, sizes, align):
 
 
 @pytest.mark.rule("LYR-6", "ALL-2")
-@pytest.mark.parametrize("kernel", kernels("combine_rows"))
 @pytest.mark.matrix(
+    kernel=kernels("combine_rows"),
     width=WIDTHS,
     dtype=cases.DTYPES,
     result=cases.DTYPES,
@@ -519,8 +528,9 @@ def test_combined_rows(kernel, width, dtype, result, k, weighted, unaligned):
 
 
 @pytest.mark.rule("LYR-6")
-@pytest.mark.parametrize("kernel", kernels("combine_dot"))
-@pytest.mark.matrix(width=WIDTHS, dtype=cases.DTYPES, k=(1, 2, 5, 32), unaligned=(False, True))
+@pytest.mark.matrix(
+    kernel=kernels("combine_dot"), width=WIDTHS, dtype=cases.DTYPES, k=(1, 2, 5, 32), unaligned=(False, True)
+)
 def test_gradients_of_combining_weights(kernel, width, dtype, k, unaligned):
     rows, grad = cases.normal((90, width), dtype, "dot"), cases.normal((41, width), dtype, "grad")
     inverse = np.random.default_rng(3).integers(-3, 93, (41, k)).astype(np.int32)
@@ -552,8 +562,11 @@ def test_bias_follows_the_sign_of_what_an_expert_lacks(kernel):
 
 
 @pytest.mark.rule("LYR-14")
-@pytest.mark.parametrize("kernel", kernels("margin_histogram"))
-@pytest.mark.matrix(shape=((0, 4, 2), (200, 16, 4), (3000, 128, 8), (60, 1024, 31)), masked=(False, True))
+@pytest.mark.matrix(
+    kernel=kernels("margin_histogram"),
+    shape=((0, 4, 2), (200, 16, 4), (3000, 128, 8), (60, 1024, 31)),
+    masked=(False, True),
+)
 @pytest.mark.parametrize("score", routing.SCORES)
 def test_histograms_of_margins(kernel, shape, masked, score):
     tokens, experts, k = shape

@@ -251,3 +251,12 @@ def test_nothing_is_left_of_a_format_without_a_result():
     outputs[RESULTS[call.name].index("amax")] = ArraySpec((G0,), "float32")
     with asserts.refused(ValueError, ["`amax`", "expected none without codes"]):
         plans.attempt(dataclasses.replace(call, outputs=tuple(outputs)), "cpu")
+
+
+@pytest.mark.rule("ERR-6")
+def test_shares_of_experts_are_not_above_one():
+    """Else counts times slots would leave 64 bits."""
+    call = next(call for call in EVERY if call.name == "quantile_bias")
+    for slots in (G0 + 1, 2**31 - 1):
+        with asserts.refused(ValueError, [f"slots: {slots}", "at most one an expert"]):
+            plans.attempt(with_params(call, slots=slots), "cpu")

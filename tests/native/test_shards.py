@@ -83,8 +83,9 @@ def same(found: Arrays, wanted: Arrays) -> None:
 
 
 @pytest.mark.rule("QNT-3")
-@pytest.mark.parametrize("kernel", kernels("shard_cast"))
-@pytest.mark.matrix(format=PARTLY, shape=MEMBERS, dtype=cases.DTYPES, forms=FORMS, ranks=(1, 2, 3, 7))
+@pytest.mark.matrix(
+    kernel=kernels("shard_cast"), format=PARTLY, shape=MEMBERS, dtype=cases.DTYPES, forms=FORMS, ranks=(1, 2, 3, 7)
+)
 def test_parts_have_the_bytes_of_the_whole(kernel, format, shape, dtype, forms, ranks):
     w = numbers(shape, dtype)
     wanted = whole(w, format, forms)
@@ -96,8 +97,7 @@ def test_parts_have_the_bytes_of_the_whole(kernel, format, shape, dtype, forms, 
 
 
 @pytest.mark.rule("QNT-3")
-@pytest.mark.parametrize("kernel", kernels("shard_cast"))
-@pytest.mark.matrix(format=PARTLY, shape=((3, 37, 53), (2, 128, 256)))
+@pytest.mark.matrix(kernel=kernels("shard_cast"), format=PARTLY, shape=((3, 37, 53), (2, 128, 256)))
 def test_a_rank_writes_its_own_codes_and_every_scale(kernel, format, shape):
     """Codes as bits: what two passes over different contents agree in was written, and is as many as lie here."""
     w = numbers(shape, "float32")
@@ -120,8 +120,7 @@ def test_a_rank_writes_its_own_codes_and_every_scale(kernel, format, shape):
 
 
 @pytest.mark.rule("QNT-6")
-@pytest.mark.parametrize("kernel", kernels("shard_cast"))
-@pytest.mark.matrix(format=PARTLY, forms=FORMS)
+@pytest.mark.matrix(kernel=kernels("shard_cast"), format=PARTLY, forms=FORMS)
 def test_a_device_flag_turns_it_into_nothing(kernel, format, forms):
     w = numbers((3, 37, 53), "bfloat16")
     wanted = whole(w, format, forms)

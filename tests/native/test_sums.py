@@ -43,8 +43,9 @@ def scale_rows(run: Native, p: cases.Problem, *, dtype: str, into: np.ndarray | 
 
 
 @pytest.mark.rule("MAT-10", "GRP-5", "GRP-9")
-@pytest.mark.parametrize("kernel", kernels("group_sum"))
-@pytest.mark.matrix(case=[*CASES, LONG], dtype=cases.DTYPES, result=cases.DTYPES, scaled=(False, True))
+@pytest.mark.matrix(
+    kernel=kernels("group_sum"), case=[*CASES, LONG], dtype=cases.DTYPES, result=cases.DTYPES, scaled=(False, True)
+)
 def test_group_sums(kernel, case, dtype, result, scaled):
     p = cases.problem(case, dtype)
     found = group_sum(Native(kernel), p, scaled=scaled, dtype=result)
@@ -54,8 +55,8 @@ def test_group_sums(kernel, case, dtype, result, scaled):
 
 
 @pytest.mark.rule("MAT-9", "GRP-6")
-@pytest.mark.parametrize("kernel", kernels("row_dot"))
 @pytest.mark.matrix(
+    kernel=kernels("row_dot"),
     case=[*CASES, LONG],
     dtype=cases.DTYPES,
     second=(None, "float32"),
@@ -85,8 +86,9 @@ def test_row_dots_with_listed_vectors(kernel):
 
 
 @pytest.mark.rule("GRP-6", "GRP-7")
-@pytest.mark.parametrize("kernel", kernels("scale_rows"))
-@pytest.mark.matrix(case=[*CASES, LONG], dtype=cases.DTYPES, result=cases.DTYPES, buffer=(False, True))
+@pytest.mark.matrix(
+    kernel=kernels("scale_rows"), case=[*CASES, LONG], dtype=cases.DTYPES, result=cases.DTYPES, buffer=(False, True)
+)
 def test_scaled_rows(kernel, case, dtype, result, buffer):
     p = cases.problem(case, dtype)
     into = np.full(p.dy.shape, cases.SENTINEL, cases.numpy_dtype(result)) if buffer else None
@@ -104,8 +106,8 @@ KEY = np.array([0x243F6A88, 0x85A308D3], np.uint32)
 
 
 @pytest.mark.rule("GRP-6", "GRP-7", "LOR-1")
-@pytest.mark.parametrize("kernel", kernels("add_rows"))
 @pytest.mark.matrix(
+    kernel=kernels("add_rows"),
     case=[*CASES, LONG],
     dtype=cases.DTYPES,
     result=cases.DTYPES,

@@ -166,9 +166,9 @@ def dense_router(logits: Tensor, experts: Tensor, op: Router) -> tuple[Tensor, T
     return op.scores.scale * weights, aux, op.z_coeff * logits.logsumexp(1).square().mean()
 
 
-def near(actual: Tensor | None, exact: Tensor | None, what: str) -> None:
-    """Whether a result in float32 is as near to the exact one as `bounds.LAYER` says."""
+def near(actual: Tensor | None, exact: Tensor | None, what: str, bound: float = bounds.LAYER) -> None:
+    """Whether a result in float32 is as near to the exact one as `bound` says, norm over norm."""
     assert actual is not None, f"{what}: missing"
     assert exact is not None, f"{what}: missing in the oracle"
     error, norm = (actual.detach().double() - exact.detach()).norm(), exact.detach().norm()
-    assert error <= bounds.LAYER * norm, f"{what}: error {error:.3g}, allowed {bounds.LAYER * norm:.3g}"
+    assert error <= bound * norm, f"{what}: error {error:.3g}, allowed {bound * norm:.3g}"

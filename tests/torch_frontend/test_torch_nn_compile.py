@@ -105,12 +105,13 @@ _BREAKING: dict[str, dict[str, Any]] = {
 def test_rows_with_host_state_break_the_graph_and_nothing_else(form: str, row: str) -> None:
     options = _BREAKING[row]
     eager, compiled = _prepared(form, False, **options), _prepared(form, False, **options)
-    _same(_results(compiled, backend="aot_eager", whole=False), _results(eager, backend=None))
+    # Where Dynamo cuts the graph is the subject here, not what a backend makes of the parts.
+    _same(_results(compiled, backend="eager", whole=False), _results(eager, backend=None))
     for a, b in zip(compiled.weights, eager.weights, strict=True):
         assert getattr(a, "grad_added_to_main_grad", None) == getattr(b, "grad_added_to_main_grad", None)
     torch.compiler.reset()
     with pytest.raises(Unsupported):
-        _results(_prepared(form, False, **options), backend="aot_eager")
+        _results(_prepared(form, False, **options), backend="eager")
 
 
 @pytest.mark.rule("OFF-6")

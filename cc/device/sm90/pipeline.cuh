@@ -1,53 +1,31 @@
-// The body of every wgmma product: a persistent, warp-specialised kernel of CTA pairs, 128 rows by kCols a tile.
+// The pipeline of 16-bit products, and of 8-bit ones that tensor cores sum alone, in the shell of shell.cuh: CTA pairs,
+// 128 rows by kCols a tile.
 //
-//   warpgroup 0   warp 0 (one lane)  loads: for each work item, for each k block: wait empty -> TMA -> full
-//                 warp 1             schedules: draws the pair's next items and hands them out through a ring
-//                 warps 2, 3         where an epilogue has operands of its own: fetch these, store results
-//                 (epilogue_fetch.cuh)
-//   warpgroups 1, 2                  multiply and store whole tiles in turn: one stores while the other multiplies
-//                                    wait full -> 4 k16 steps of wgmma, 2 x 64 rows -> empty of the block before
+//   warps 2, 3            where an epilogue has operands of its own: fetch these, store results (epilogue_fetch.cuh)
+//   warpgroups 1, 2       multiply and store whole tiles in turn: one stores while the other multiplies
+//                         wait full -> 4 k16 steps of wgmma, 2 x 64 rows -> empty of the block before
 //
 //   full[s]    1 arrival (with the bytes of both CTAs' loads) a block      loader -> consumers
 //   empty[s]   1 arrival of each warp of a warpgroup, in both CTAs         consumers -> both loaders
-//   work       kWorkDepth items; full 1 arrival, empty 1 + 8 (2 more with sets)   scheduler -> loader, consumers
+//   work       empty 1 + 8 arrivals (2 more with sets)                     scheduler -> loader, consumers
 //   turn[w]    4 arrivals a tile, the warps of the other warpgroup
 //
 // A warpgroup hands over its turn once it has seen its last block arrive: the other then is never more than one phase
 // ahead of a full barrier, which is as far as parity can tell.
 #pragma once
 
-#include "cc/device/sm90/epilogue.cuh"
 #include "cc/device/sm90/epilogue_fetch.cuh"
 #include "cc/device/sm90/operand_loads.cuh"
-#include "cc/device/sm90/ptx.cuh"
-#include "cc/device/sm90/ring.cuh"
-#include "cc/device/sm90/schedule.cuh"
+#include "cc/device/sm90/shell.cuh"
 
 namespace grouped::sm90 {
 
 constexpr int kThreads = 384;
-constexpr int kConsumerWarps = 8;
-constexpr int kWorkDepth = 3;
-constexpr int kSharedLimit = 227 * 1024;
 
+// 128 rows by kCols.
 template <int kCols_, int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes>
-struct TileShape {
-  static constexpr int kCols = kCols_, kStages = kStages_, kSlots = kSlots_;
-  using WarpSlots = Slots<kSlots, kSlotBytes_>;
-  static constexpr int kStageBytes = 2 * kBlockBytes + kCols * 128;
-
-  // Shared memory, from a 1024-byte aligned start: stages, slots of each consumer warp, a slot for the scheduler, work
-  // items, barriers.
-  static constexpr int kSlotsAt = kStages * kStageBytes;
-  static constexpr int kSpareAt = kSlotsAt + kConsumerWarps * WarpSlots::kBytes;
-  static constexpr int kWorkAt = kSpareAt + kSlotBytes;
-  static constexpr int kBarriersAt = kWorkAt + kWorkDepth * int(sizeof(Work));
-  static constexpr int kFull = 0, kEmpty = kStages, kWorkFull = 2 * kStages, kWorkEmpty = kWorkFull + kWorkDepth;
-  static constexpr int kTurn = kWorkEmpty + kWorkDepth;
-  static constexpr int kMail = kTurn + 2;
-  static constexpr int kSlotFull = kMail + Mailbox::kWords;  // of fetches into slots
-  static constexpr int kSharedBytes = kBarriersAt + 8 * (kSlotFull + kConsumerWarps * kSlots);
-  static_assert(kSharedBytes <= kSharedLimit);
+struct TileShape : ShellShape<2 * kBlockBytes + kCols_ * 128, kStages_, kSlots_, kSlotBytes_> {
+  static constexpr int kCols = kCols_;
   static constexpr int kSets = 0;  // the epilogue has no operands
 
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 a thread at launch
@@ -63,49 +41,6 @@ struct FetchingShape : TileShape<kCols_, kStages_, 0> {
   static constexpr int kSetsAt = (kSetTurnAt + 16 + 1023) / 1024 * 1024;
   static constexpr int kSharedBytes = kSetsAt + kSets * kSetBytes;
   static_assert(kSharedBytes <= kSharedLimit);
-};
-
-// The work ring's reading end: for a whole warp, or for one lane alone. An item stays in shared memory, and holds its
-// place in the ring, until it is released: its fields are read where they are used and cost no registers meanwhile.
-template <class Shape, bool kWholeWarp>
-class WorkReader {
- public:
-  __device__ WorkReader(uint32_t barriers, const Work* items) : barriers_(barriers), items_(items) {}
-  __device__ const Work& get() {
-    ptx::barrier_wait(barriers_ + 8 * (Shape::kWorkFull + ring_.slot), ring_.parity);
-    return items_[ring_.slot];
-  }
-  __device__ void release() {
-    if (kWholeWarp) __syncwarp();
-    if (!kWholeWarp || threadIdx.x % 32 == 0) ptx::barrier_arrive(barriers_ + 8 * (Shape::kWorkEmpty + ring_.slot));
-    ring_.advance();
-  }
-
- private:
-  uint32_t barriers_;
-  const Work* items_;
-  Ring<kWorkDepth> ring_;
-};
-
-// Its writing end, for the scheduling warp; every lane brings the same item.
-template <class Shape>
-class WorkWriter {
- public:
-  __device__ WorkWriter(uint32_t barriers, Work* items) : barriers_(barriers), items_(items) {}
-  __device__ void push(const Work& work) {
-    ptx::barrier_wait(barriers_ + 8 * (Shape::kWorkEmpty + ring_.slot), ring_.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      items_[ring_.slot] = work;
-      ptx::barrier_arrive(barriers_ + 8 * (Shape::kWorkFull + ring_.slot));  // releases the writes above
-    }
-    __syncwarp();
-    ring_.advance();
-  }
-
- private:
-  uint32_t barriers_;
-  Work* items_;
-  Ring<kWorkDepth> ring_;
 };
 
 // Order of the consumer warpgroups' main loops.
@@ -195,96 +130,79 @@ __device__ inline void pass(Ring<Shape::kStages>& ring, Turn<Shape>& turn, int k
   }
 }
 
+// How the blocks of a tile are loaded by a pair: two halves of 64 rows, and the columns.
 template <class Product>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
-    grouped_product_sm90(const __grid_constant__ typename Product::Params p) {
-  using Shape = typename Product::Shape;
-  extern __shared__ __align__(1024) uint8_t memory[];
-  const uint32_t shared = ptx::shared_address(memory), barriers = shared + Shape::kBarriersAt;
-  const uint32_t rank = ptx::cluster_rank();
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  Work* items = reinterpret_cast<Work*>(memory + Shape::kWorkAt);
+struct PairLoads {
+  int halves, blocks;
+  bool columns;  // else the tile is the empty half of an `across` pair
+  uint32_t bytes;
 
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < Shape::kStages; ++s) {
-      ptx::barrier_init(barriers + 8 * (Shape::kFull + s), 1);
-      ptx::barrier_init(barriers + 8 * (Shape::kEmpty + s), kConsumerWarps);
-    }
-    for (int s = 0; s < kWorkDepth; ++s) {
-      ptx::barrier_init(barriers + 8 * (Shape::kWorkFull + s), 1);
-      ptx::barrier_init(barriers + 8 * (Shape::kWorkEmpty + s), 1 + 2 * (Shape::kSets != 0) + kConsumerWarps);
-    }
-    for (int w = 0; w < 2; ++w) ptx::barrier_init(barriers + 8 * (Shape::kTurn + w), kConsumerWarps / 2);
-    for (int s = 0; s < 2 * kMailDepth; ++s) ptx::barrier_init(barriers + 8 * (Shape::kMail + s), 1);
-    for (int s = 0; s < kConsumerWarps * Shape::kSlots; ++s) {
-      ptx::barrier_init(barriers + 8 * (Shape::kSlotFull + s), 1);
-    }
-    if constexpr (Shape::kSets != 0) init_sets<Shape>(shared);
-    ptx::barrier_init_fence();
+  __device__ PairLoads(const typename Product::Params& p, const Work& work)
+      : halves(work.valid_rows > 64 ? 2 : 1), blocks(work.k_blocks()), columns(work.col0 < p.cols) {
+    bytes = halves * kBlockBytes + (columns ? Product::rhs_bytes(p.cols - work.col0) : 0);
   }
-  __syncwarp();
-  ptx::cluster_barrier();
+  __device__ void load(const typename Product::Params& p, const Work& work, int block, uint32_t rank, uint32_t stage,
+                       uint32_t full) const {
+    Product::load(p, work, block * kBlockK, halves, columns, rank, stage, full);
+  }
+};
 
-  if (warp < 4) {
-    ptx::set_max_registers_down<Shape::kProducerRegisters>();
-    if (warp == 0) {
-      if (lane == 0) {
-        WorkReader<Shape, false> reader(barriers, items);
-        Ring<Shape::kStages> ring;
-        while (true) {
-          const Work work = reader.get();
-          reader.release();
-          if (work.kind == Work::kDone) break;
-          if (work.kind != Work::kTile) continue;
-          const int halves = work.valid_rows > 64 ? 2 : 1;
-          const bool columns = work.col0 < p.cols;  // else the tile is the empty half of an `across` pair
-          const uint32_t bytes = halves * kBlockBytes + (columns ? Product::rhs_bytes(p.cols - work.col0) : 0);
-          for (int kb = 0; kb < work.k_blocks(); ++kb) {
-            const uint32_t full = barriers + 8 * (Shape::kFull + ring.slot);
-            const uint32_t stage = shared + ring.slot * Shape::kStageBytes;
-            ptx::barrier_wait(barriers + 8 * (Shape::kEmpty + ring.slot), ring.parity ^ 1);
-            ptx::barrier_arrive_expect(full, bytes);
-            Product::load(p, work, kb * kBlockK, halves, columns, rank, stage, full);
-            ring.advance();
-          }
-        }
-      }
-    } else if (warp == 1) {
-      WorkWriter<Shape> writer(barriers, items);
-      Product::schedule(p, rank, barriers + 8 * Shape::kMail, shared + Shape::kSpareAt,
-                        [&](const Work& work) { writer.push(work); });
-    } else if constexpr (Shape::kSets != 0) {
-      if (lane == 0) {
-        WorkReader<Shape, false> reader(barriers, items);
-        SetFetcher<Shape> fetched(shared);
-        SetStorer<Shape> stored(shared);
-        while (true) {
-          const Work work = reader.get();
-          reader.release();
-          if (work.kind == Work::kDone) break;
-          if (work.kind != Work::kTile) continue;
+// What pipelines of pairs share.
+template <class Product>
+struct PairedPipeline {
+  using Params = typename Product::Params;
+  using Shape = typename Product::Shape;
+  using Loads = PairLoads<Product>;
+  static constexpr bool kPairs = true;
+
+  template <class Push>
+  static __device__ void schedule(const Params& p, const Shell<Shape> shell, Push push) {
+    Product::schedule(p, shell.rank, shell.barriers + 8 * Shape::kMail, shell.shared + Shape::kSpareAt, push);
+  }
+};
+
+template <class Product>
+struct Pingpong : PairedPipeline<Product> {
+  using typename PairedPipeline<Product>::Params;
+  using typename PairedPipeline<Product>::Shape;
+
+  static __device__ RingArrivals rings(const Params&) {
+    return {1, kConsumerWarps, 2 * (Shape::kSets != 0) + kConsumerWarps};
+  }
+  static __device__ void init(const Shell<Shape> shell) {
+    for (int w = 0; w < 2; ++w) ptx::barrier_init(shell.barriers + 8 * (Shape::kTurn + w), kConsumerWarps / 2);
+    if constexpr (Shape::kSets != 0) init_sets<Shape>(shell.shared);
+  }
+  static __device__ void fill(uint8_t*) {}
+
+  static __device__ __forceinline__ void help(const Params& p, const Shell<Shape> shell, int warp) {
+    if constexpr (Shape::kSets != 0) {
+      if (threadIdx.x % 32 == 0) {
+        SetFetcher<Shape> fetched(shell.shared);
+        SetStorer<Shape> stored(shell.shared);
+        shell.lane_tiles([&](const Work& work) {
           if (warp == 2) Product::fetch(p, work, fetched);
           if (warp == 3) Product::store_sets(p, work, stored);
-        }
+        });
       }
     }
-    __syncwarp();
-  } else {
+  }
+
+  static __device__ __forceinline__ void work(const Params& p, const Shell<Shape> shell, int warp) {
     ptx::set_max_registers_up<Shape::kConsumerRegisters>();
     const int consumer = warp / 4 - 1, first_row = 16 * (warp % 4);  // this warp's, in each half
-    WorkReader<Shape, true> reader(barriers, items);
+    WorkReader<Shape, true> reader(shell.barriers, shell.items);
     Ring<Shape::kStages> ring;
-    Turn<Shape> turn(barriers, consumer);
-    typename Shape::WarpSlots slots{shared + Shape::kSlotsAt + (warp - 4) * Shape::WarpSlots::kBytes,
-                                    barriers + 8 * (Shape::kSlotFull + (warp - 4) * Shape::kSlots)};
-    std::conditional_t<Shape::kSets != 0, SetReader<Shape>, NoSets> sets(shared, consumer);
-    const uint64_t lhs = descriptor(shared, Product::kLhsMajor);
-    const uint64_t rhs = descriptor(shared + 2 * kBlockBytes, Product::kRhsMajor);
+    Turn<Shape> turn(shell.barriers, consumer);
+    auto slots = shell.slots(warp - 4);
+    std::conditional_t<Shape::kSets != 0, SetReader<Shape>, NoSets> sets(shell.shared, consumer);
+    const uint64_t lhs = descriptor(shell.shared, Product::kLhsMajor);
+    const uint64_t rhs = descriptor(shell.shared + 2 * kBlockBytes, Product::kRhsMajor);
     for (int tile = 0;; reader.release()) {
       const Work& work = reader.get();
       if (work.kind == Work::kDone) break;
       if (work.kind == Work::kTail) {
-        Product::clear_tail(p, work, rank, threadIdx.x - 128);
+        Product::clear_tail(p, work, shell.rank, threadIdx.x - 128);
         continue;
       }
       if ((tile ^= 1) == consumer) {  // the other warpgroup's
@@ -294,7 +212,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       }
       const int valid_cols = p.cols - work.col0;
       if (valid_cols <= 0) {
-        pass<Shape>(ring, turn, work.k_blocks(), barriers);
+        pass<Shape>(ring, turn, work.k_blocks(), shell.barriers);
         sets.take_turn(turn.parity());
         sets.hand_over();
         continue;
@@ -302,7 +220,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       auto held = Product::begin(p, work, first_row, valid_cols, slots);
       float acc[2][Shape::kCols / 2];
       if constexpr (Product::kRaggedSums) {
-        multiply<Product, 2, Shape::kCols>(acc, ring, turn, work.length, lhs, rhs, barriers);
+        multiply<Product, 2, Shape::kCols>(acc, ring, turn, work.length, lhs, rhs, shell.barriers);
       } else {
         // Hidden behind the other warpgroup. Both halves need a value on both paths, or every wgmma is serialised.
 #pragma unroll
@@ -311,9 +229,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
           for (int i = 0; i < Shape::kCols / 2; ++i) acc[h][i] = 0;
         Product::multiply_cols(valid_cols, [&](auto cols) {
           if (work.valid_rows <= 64) {
-            multiply<Product, 1, decltype(cols)::value>(acc, ring, turn, work.length, lhs, rhs, barriers);
+            multiply<Product, 1, decltype(cols)::value>(acc, ring, turn, work.length, lhs, rhs, shell.barriers);
           } else {
-            multiply<Product, 2, decltype(cols)::value>(acc, ring, turn, work.length, lhs, rhs, barriers);
+            multiply<Product, 2, decltype(cols)::value>(acc, ring, turn, work.length, lhs, rhs, shell.barriers);
           }
         });
       }
@@ -337,11 +255,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         }
       }
     }
-    if (lane == 0) ptx::store_wait_read<0>();
-    __syncwarp();
+    shell.finish_stores();
   }
-  // A peer may still arrive on our barriers: leave together.
-  ptx::cluster_barrier();
+};
+
+template <class Product>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    grouped_product_sm90(const __grid_constant__ typename Product::Params p) {
+  run_shell<Product, Pingpong>(p);
 }
 
 }  // namespace grouped::sm90

@@ -1,12 +1,10 @@
-// The body of 8-bit products whose partial sums go to fp32 every 128 contracted elements: tensor cores keep about 14
-// bits of a sum of 8-bit products and truncate. Persistent and warp-specialised as pipeline.cuh, with the same work
-// items, ring and CTA pairs, but both consumer warpgroups take every tile:
+// The pipeline of 8-bit products whose partial sums go to fp32 every 128 contracted elements: tensor cores keep about
+// 14 bits of a sum of 8-bit products and truncate. In the shell of shell.cuh, with the work items, stages and CTA pairs
+// of pipeline.cuh, but both consumer warpgroups take every tile:
 //
-//   warpgroup 0   warp 0 (one lane)  loads operands: wait empty -> TMA -> full
-//                 warp 1             schedules
-//                 warp 2             copies the scales of a block, if there are any: wait empty -> cp.async -> full
-//   warpgroups 1, 2                  64 rows of the tile each: wait full -> 4 k32 steps of wgmma into a block's sums
-//                                    -> empty -> sums += scale * the block's sums
+//   warp 2                copies the scales of a block, if there are any: wait empty -> cp.async -> full
+//   warpgroups 1, 2       64 rows of the tile each: wait full -> 4 k32 steps of wgmma into a block's sums -> empty
+//                         -> sums += scale * the block's sums
 //
 //   full[s]    1 arrival (with the bytes of both CTAs' loads), and 32 with scales      loaders -> consumers
 //   empty[s]   1 arrival of each consumer warp, in both CTAs                           consumers -> all loaders
@@ -19,12 +17,9 @@
 //   128 x 192   96 + 96 a thread    4 x 40 KiB   8 x 3 x 2 KiB   4 x 1.25 KiB    56 / 224
 #pragma once
 
-#include "cc/device/sm90/epilogue.cuh"
 #include "cc/device/sm90/layout_fp8.cuh"
 #include "cc/device/sm90/operands_fp8.cuh"
 #include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/ptx.cuh"
-#include "cc/device/sm90/schedule.cuh"
 
 namespace grouped::sm90 {
 
@@ -152,105 +147,61 @@ __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStag
 }
 
 template <class Product>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
-    grouped_product_fp8_sm90(const __grid_constant__ typename Product::Params p) {
-  using Shape = typename Product::Shape;
-  extern __shared__ __align__(1024) uint8_t memory[];
-  const uint32_t shared = ptx::shared_address(memory), barriers = shared + Shape::kBarriersAt;
-  const uint32_t rank = ptx::cluster_rank();
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  Work* items = reinterpret_cast<Work*>(memory + Shape::kWorkAt);
+struct Promoting : PairedPipeline<Product> {
+  using typename PairedPipeline<Product>::Params;
+  using typename PairedPipeline<Product>::Shape;
 
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < Shape::kStages; ++s) {
-      ptx::barrier_init(barriers + 8 * (Shape::kFull + s), p.scaled ? 1 + 32 : 1);
-      ptx::barrier_init(barriers + 8 * (Shape::kEmpty + s), 2 * kConsumerWarps);
-    }
-    for (int s = 0; s < kWorkDepth; ++s) {
-      ptx::barrier_init(barriers + 8 * (Shape::kWorkFull + s), 1);
-      ptx::barrier_init(barriers + 8 * (Shape::kWorkEmpty + s), (p.scaled ? 2 : 1) + kConsumerWarps);
-    }
-    for (int s = 0; s < 2 * kMailDepth; ++s) ptx::barrier_init(barriers + 8 * (Shape::kMail + s), 1);
-    for (int s = 0; s < kConsumerWarps * Shape::kSlots; ++s) {
-      ptx::barrier_init(barriers + 8 * (Shape::kSlotFull + s), 1);
-    }
-    ptx::barrier_init_fence();
+  static __device__ RingArrivals rings(const Params& p) {
+    return {p.scaled ? 1u + 32 : 1u, 2 * kConsumerWarps, (p.scaled ? 1u : 0u) + kConsumerWarps};
   }
+  static __device__ void init(const Shell<Shape>) {}
   // An operand without scales of its own has ones; those of the other are copied over and over.
-  for (int i = threadIdx.x; i < Shape::kStages * Shape::kScaleBytes / 4; i += kThreads) {
-    reinterpret_cast<float*>(memory + Shape::kScalesAt)[i] = 1;
+  static __device__ void fill(uint8_t* memory) {
+    for (int i = threadIdx.x; i < Shape::kStages * Shape::kScaleBytes / 4; i += kThreads) {
+      reinterpret_cast<float*>(memory + Shape::kScalesAt)[i] = 1;
+    }
   }
-  __syncwarp();
-  ptx::cluster_barrier();
 
-  if (warp < 4) {
-    ptx::set_max_registers_down<Shape::kProducerRegisters>();
-    if (warp == 0) {
-      if (lane == 0) {
-        WorkReader<Shape, false> reader(barriers, items);
-        Ring<Shape::kStages> ring;
-        while (true) {
-          const Work work = reader.get();
-          reader.release();
-          if (work.kind == Work::kDone) break;
-          if (work.kind != Work::kTile) continue;
-          const int halves = work.valid_rows > 64 ? 2 : 1;
-          const bool columns = work.col0 < p.cols;  // else the tile is the empty half of an `across` pair
-          const uint32_t bytes = halves * kBlockBytes + (columns ? Product::Rhs::kBytes : 0);
-          for (int kb = 0; kb < work.k_blocks(); ++kb) {
-            const uint32_t full = barriers + 8 * (Shape::kFull + ring.slot);
-            const uint32_t stage = shared + ring.slot * Shape::kStageBytes;
-            ptx::barrier_wait(barriers + 8 * (Shape::kEmpty + ring.slot), ring.parity ^ 1);
-            ptx::barrier_arrive_expect(full, bytes);
-            Product::load(p, work, kb * kBlockK, halves, columns, rank, stage, full);
-            ring.advance();
-          }
-        }
-      }
-    } else if (warp == 1) {
-      WorkWriter<Shape> writer(barriers, items);
-      Product::schedule(p, rank, barriers + 8 * Shape::kMail, shared + Shape::kSpareAt,
-                        [&](const Work& work) { writer.push(work); });
-    } else if (warp == 2 && p.scaled) {
-      WorkReader<Shape, true> reader(barriers, items);
-      Ring<Shape::kStages> ring;
-      for (;; reader.release()) {
-        const Work& work = reader.get();
-        if (work.kind == Work::kDone) break;
-        if (work.kind != Work::kTile) continue;
-        const int blocks = work.k_blocks();
-        typename Product::ScaleCopies copies(p, work);
-        for (int kb = 0; kb < blocks; ++kb) {
-          ptx::barrier_wait(barriers + 8 * (Shape::kEmpty + ring.slot), ring.parity ^ 1);
-          copies.start(kb, shared + Shape::kScalesAt + ring.slot * Shape::kScaleBytes);
-          ptx::barrier_arrive_copies(barriers + 8 * (Shape::kFull + ring.slot));
-          ring.advance();
-        }
+  static __device__ __forceinline__ void help(const Params& p, const Shell<Shape> shell, int warp) {
+    if (warp != 2 || !p.scaled) return;
+    WorkReader<Shape, true> reader(shell.barriers, shell.items);
+    Ring<Shape::kStages> ring;
+    for (;; reader.release()) {
+      const Work& work = reader.get();
+      if (work.kind == Work::kDone) break;
+      if (work.kind != Work::kTile) continue;
+      const int blocks = work.k_blocks();
+      typename Product::ScaleCopies copies(p, work);
+      for (int kb = 0; kb < blocks; ++kb) {
+        ptx::barrier_wait(shell.empty(ring.slot), ring.parity ^ 1);
+        copies.start(kb, shell.shared + Shape::kScalesAt + ring.slot * Shape::kScaleBytes);
+        ptx::barrier_arrive_copies(shell.full(ring.slot));
+        ring.advance();
       }
     }
-    __syncwarp();
-  } else {
+  }
+
+  static __device__ __forceinline__ void work(const Params& p, const Shell<Shape> shell, int warp) {
     ptx::set_max_registers_up<Shape::kConsumerRegisters>();
     const int consumer = warp / 4 - 1, first_row = 64 * consumer + 16 * (warp % 4);
-    WorkReader<Shape, true> reader(barriers, items);
+    WorkReader<Shape, true> reader(shell.barriers, shell.items);
     Ring<Shape::kStages> ring;
-    typename Shape::WarpSlots slots{shared + Shape::kSlotsAt + (warp - 4) * Shape::WarpSlots::kBytes,
-                                    barriers + 8 * (Shape::kSlotFull + (warp - 4) * Shape::kSlots)};
-    const uint64_t lhs = descriptor(shared + consumer * kBlockBytes, Major::k);
-    const uint64_t rhs = descriptor(shared + 2 * kBlockBytes, Major::k);
+    auto slots = shell.slots(warp - 4);
+    const uint64_t lhs = descriptor(shell.shared + consumer * kBlockBytes, Major::k);
+    const uint64_t rhs = descriptor(shell.shared + 2 * kBlockBytes, Major::k);
     for (;; reader.release()) {
       const Work& work = reader.get();
       if (work.kind == Work::kDone) break;
       if (work.kind == Work::kTail) {
-        Product::clear_tail(p, work, rank, threadIdx.x - 128);
+        Product::clear_tail(p, work, shell.rank, threadIdx.x - 128);
         continue;
       }
       const int valid_cols = p.cols - work.col0, blocks = work.k_blocks();
       if (valid_cols <= 0 || 64 * consumer >= work.valid_rows) {  // nothing to multiply
         for (int b = 0; b < blocks; ++b) {
-          ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity);
+          ptx::barrier_wait(shell.full(ring.slot), ring.parity);
           __syncwarp();
-          if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + ring.slot), lane);
+          if (shell.lane < 2) ptx::barrier_arrive_peer(shell.empty(ring.slot), shell.lane);
           ring.advance();
         }
         continue;
@@ -262,17 +213,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       Product::with_scaling(p, [&](auto scaling) {
         fp8_tile_cols<Shape::kCols>(valid_cols, [&](auto cols) {
           multiply_promoting<Product, decltype(scaling)::value, decltype(cols)::value>(
-              acc, ring, work.length, first_row, lhs, rhs, barriers, shared + Shape::kScalesAt,
+              acc, ring, work.length, first_row, lhs, rhs, shell.barriers, shell.shared + Shape::kScalesAt,
               [&] { held.start(slots); });
         });
       });
       if (first_row < work.valid_rows) Product::store(p, work, first_row, valid_cols, acc, slots, held);
     }
-    if (lane == 0) ptx::store_wait_read<0>();
-    __syncwarp();
+    shell.finish_stores();
   }
-  // A peer may still arrive on our barriers: leave together.
-  ptx::cluster_barrier();
+};
+
+template <class Product>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    grouped_product_fp8_sm90(const __grid_constant__ typename Product::Params p) {
+  run_shell<Product, Promoting>(p);
 }
 
 }  // namespace grouped::sm90

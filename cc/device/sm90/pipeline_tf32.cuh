@@ -1,12 +1,11 @@
-// The body of the fp32 products on tf32 tensor cores: persistent, warp-specialised, 256 rows a tile. wgmma reads tf32
-// from shared memory K-major only and wants it rounded or split, so the operands take two ways:
+// The pipeline of the fp32 products on tf32 tensor cores, in the shell of shell.cuh: single CTAs, 256 rows a tile.
+// wgmma reads tf32 from shared memory K-major only and wants it rounded or split, so the operands take two ways:
 //
-//   warpgroup 0   warp 0 (one lane)  loads raw fp32 blocks of 32 k: wait empty -> TMA -> full
-//                 warp 1             schedules
-//   warpgroup 1                      rhs: wait full -> a thread reads its column's 32 k, rounds or splits them, writes
-//                                    them K-major in place, the low parts behind -> ready
-//   warpgroups 2, 3                  lhs: wait ready -> each 64 rows x 8 k to registers, rounded or split there,
-//                                    while wgmma m64nBNk8 of the step before runs -> empty
+//   warpgroup 1           rhs: wait full -> a thread reads its column's 32 k, rounds or splits them, writes them
+//   K-major
+//                         in place, the low parts behind -> ready
+//   warpgroups 2, 3       lhs: wait ready -> each 64 rows x 8 k to registers, rounded or split there, while wgmma
+//                         m64nBNk8 of the step before runs -> empty
 //
 //   full[s]    1 arrival with the bytes of a block           loader -> splitters, consumers
 //   ready[s]   4 arrivals, the splitting warps               splitters -> consumers
@@ -25,11 +24,8 @@
 // the 32 k to the accumulators by ordinary fp32 additions. In tf32 the operands' own rounding is larger.
 #pragma once
 
-#include "cc/device/sm90/epilogue.cuh"
 #include "cc/device/sm90/layout_tf32.cuh"
-#include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/ptx.cuh"
-#include "cc/device/sm90/schedule.cuh"
+#include "cc/device/sm90/shell.cuh"
 #include "cc/device/sm90/tf32.cuh"
 
 namespace grouped::sm90 {
@@ -40,23 +36,19 @@ constexpr int kTf32Rows = kTf32Units * kUnitRows;
 constexpr int kTf32Threads = 512;
 constexpr int kSplitterWarps = 4;  // a thread for each of 128 columns at most
 
-template <int kTerms_>
-struct Tf32Shape {
-  static constexpr int kTerms = kTerms_;  // products an element: 1, or 3 where operands are split
-  static constexpr int kCols = kTerms == 1 ? 128 : 96, kSlots = 2;
+template <int kTerms>
+struct Tf32Stage {
+  static constexpr int kCols = kTerms == 1 ? 128 : 96;
   static constexpr int kUnitBytes = kUnitRows * 128, kLhsBytes = kTf32Units * kUnitBytes, kRhsBytes = kCols * 128;
-  static constexpr int kStageBytes = kLhsBytes + (kTerms == 1 ? 1 : 2) * kRhsBytes;
-  static constexpr int kStages = 192 * 1024 / kStageBytes;
+  static constexpr int kBytes = kLhsBytes + (kTerms == 1 ? 1 : 2) * kRhsBytes, kCount = 192 * 1024 / kBytes;
+};
 
-  // Shared memory, from a 1024-byte aligned start: as in TileShape.
-  static constexpr int kSlotsAt = kStages * kStageBytes;
-  static constexpr int kSpareAt = kSlotsAt + kConsumerWarps * kSlots * kSlotBytes;
-  static constexpr int kWorkAt = kSpareAt + kSlotBytes;
-  static constexpr int kBarriersAt = kWorkAt + kWorkDepth * int(sizeof(Work));
-  static constexpr int kFull = 0, kReady = kStages, kEmpty = 2 * kStages, kWorkFull = 3 * kStages;
-  static constexpr int kWorkEmpty = kWorkFull + kWorkDepth;
-  static constexpr int kSlotFull = kWorkEmpty + kWorkDepth;
-  static constexpr int kSharedBytes = kBarriersAt + 8 * (kSlotFull + kConsumerWarps * kSlots);
+template <int kTerms_>
+struct Tf32Shape : Tf32Stage<kTerms_>, ShellShape<Tf32Stage<kTerms_>::kBytes, Tf32Stage<kTerms_>::kCount, 2> {
+  using Base = ShellShape<Tf32Stage<kTerms_>::kBytes, Tf32Stage<kTerms_>::kCount, 2>;
+  static constexpr int kTerms = kTerms_;  // products an element: 1, or 3 where operands are split
+  static constexpr int kReady = (Base::kSharedBytes - Base::kBarriersAt) / 8;
+  static constexpr int kSharedBytes = Base::kSharedBytes + 8 * Base::kStages;
   static_assert(kSharedBytes <= kSharedLimit);
 
   static constexpr int kProducerRegisters = 48, kSplitterRegisters = 64, kConsumerRegisters = 200;  // of 128
@@ -238,60 +230,53 @@ __device__ inline void pass_tf32(Ring<Shape::kStages>& ring, int blocks, uint32_
   }
 }
 
+// How the blocks of a tile are loaded: up to four units of 64 rows, and the columns.
 template <class Product>
-__global__ void __launch_bounds__(kTf32Threads, 1)
-    grouped_product_tf32_sm90(const __grid_constant__ typename Product::Params p) {
+struct Tf32Loads {
   using Shape = typename Product::Shape;
-  extern __shared__ __align__(1024) uint8_t memory[];
-  const uint32_t shared = ptx::shared_address(memory), barriers = shared + Shape::kBarriersAt;
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  Work* items = reinterpret_cast<Work*>(memory + Shape::kWorkAt);
+  int units, blocks;
+  uint32_t bytes;
 
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < Shape::kStages; ++s) {
-      ptx::barrier_init(barriers + 8 * (Shape::kFull + s), 1);
-      ptx::barrier_init(barriers + 8 * (Shape::kReady + s), kSplitterWarps);
-      ptx::barrier_init(barriers + 8 * (Shape::kEmpty + s), kConsumerWarps);
-    }
-    for (int s = 0; s < kWorkDepth; ++s) {
-      ptx::barrier_init(barriers + 8 * (Shape::kWorkFull + s), 1);
-      ptx::barrier_init(barriers + 8 * (Shape::kWorkEmpty + s), 1 + kSplitterWarps + kConsumerWarps);
-    }
-    for (int s = 0; s < kConsumerWarps * Shape::kSlots; ++s) {
-      ptx::barrier_init(barriers + 8 * (Shape::kSlotFull + s), 1);
-    }
-    ptx::barrier_init_fence();
+  __device__ Tf32Loads(const typename Product::Params&, const Work& work)
+      : units(tf32_units(work)), blocks(tf32_blocks(work)), bytes(units * Shape::kUnitBytes + Shape::kRhsBytes) {}
+  __device__ void load(const typename Product::Params& p, const Work& work, int block, uint32_t, uint32_t stage,
+                       uint32_t full) const {
+    Product::load(p, work, block * kTf32K, units, stage, full);
   }
-  __syncthreads();
+};
 
-  if (warp < 4) {
-    ptx::set_max_registers_down<Shape::kProducerRegisters>();
-    if (warp == 0 && lane == 0) {
-      WorkReader<Shape, false> reader(barriers, items);
-      Ring<Shape::kStages> ring;
-      while (true) {
-        const Work work = reader.get();
-        reader.release();
-        if (work.kind == Work::kDone) break;
-        if (work.kind != Work::kTile) continue;
-        const int units = tf32_units(work), blocks = tf32_blocks(work);
-        for (int b = 0; b < blocks; ++b) {
-          const uint32_t full = barriers + 8 * (Shape::kFull + ring.slot);
-          const uint32_t stage = shared + ring.slot * Shape::kStageBytes;
-          ptx::barrier_wait(barriers + 8 * (Shape::kEmpty + ring.slot), ring.parity ^ 1);
-          ptx::barrier_arrive_expect(full, units * Shape::kUnitBytes + Shape::kRhsBytes);
-          Product::load(p, work, b * kTf32K, units, stage, full);
-          ring.advance();
-        }
-      }
-    } else if (warp == 1) {
-      WorkWriter<Shape> writer(barriers, items);
-      Product::schedule(p, shared + Shape::kSpareAt, [&](const Work& work) { writer.push(work); });
+template <class Product>
+struct Tf32Pipeline {
+  using Params = typename Product::Params;
+  using Shape = typename Product::Shape;
+  using Loads = Tf32Loads<Product>;
+  static constexpr bool kPairs = false;
+
+  static __device__ RingArrivals rings(const Params&) { return {1, kConsumerWarps, kSplitterWarps + kConsumerWarps}; }
+  static __device__ void init(const Shell<Shape> shell) {
+    for (int s = 0; s < Shape::kStages; ++s) {
+      ptx::barrier_init(shell.barriers + 8 * (Shape::kReady + s), kSplitterWarps);
     }
-    __syncwarp();
-  } else if (warp < 4 + kSplitterWarps) {
+  }
+  static __device__ void fill(uint8_t*) {}
+  template <class Push>
+  static __device__ void schedule(const Params& p, const Shell<Shape> shell, Push push) {
+    Product::schedule(p, shell.shared + Shape::kSpareAt, push);
+  }
+  static __device__ void help(const Params&, const Shell<Shape>, int) {}
+
+  static __device__ __forceinline__ void work(const Params& p, const Shell<Shape> shell, int warp) {
+    if (warp < 4 + kSplitterWarps) {
+      split(shell, warp);
+    } else {
+      consume(p, shell, warp);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void split(const Shell<Shape> shell, int warp) {
     ptx::set_max_registers_down<Shape::kSplitterRegisters>();
-    WorkReader<Shape, true> reader(barriers, items);
+    WorkReader<Shape, true> reader(shell.barriers, shell.items);
     Ring<Shape::kStages> ring;
     for (;; reader.release()) {
       const Work& work = reader.get();
@@ -299,25 +284,26 @@ __global__ void __launch_bounds__(kTf32Threads, 1)
       if (work.kind != Work::kTile) continue;
       const int blocks = tf32_blocks(work);
       for (int b = 0; b < blocks; ++b) {
-        const uint32_t block = shared + ring.slot * Shape::kStageBytes + Shape::kLhsBytes;
-        ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity);
+        const uint32_t block = shell.stage(ring.slot) + Shape::kLhsBytes;
+        ptx::barrier_wait(shell.full(ring.slot), ring.parity);
         if (warp - 4 < Shape::kCols / 32) {
           split_column<Product::kRhsMajor, Product::kLhsMajor == Major::mn, Shape::kTerms>(block, Shape::kRhsBytes);
         }
         ptx::fence_async();
         __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(barriers + 8 * (Shape::kReady + ring.slot));
+        if (shell.lane == 0) ptx::barrier_arrive(shell.barriers + 8 * (Shape::kReady + ring.slot));
         ring.advance();
       }
     }
-  } else {
+  }
+
+  static __device__ __forceinline__ void consume(const Params& p, const Shell<Shape> shell, int warp) {
     ptx::set_max_registers_up<Shape::kConsumerRegisters>();
     const int at_warp = warp - 4 - kSplitterWarps, consumer = at_warp / 4;
     const int first_row = kUnitRows * consumer + 16 * (warp % 4);  // this warp's, the second half two units below
-    WorkReader<Shape, true> reader(barriers, items);
+    WorkReader<Shape, true> reader(shell.barriers, shell.items);
     Ring<Shape::kStages> ring;
-    Slots<Shape::kSlots> slots{shared + Shape::kSlotsAt + at_warp * Shape::kSlots * kSlotBytes,
-                               barriers + 8 * (Shape::kSlotFull + at_warp * Shape::kSlots)};
+    auto slots = shell.slots(at_warp);
     for (;; reader.release()) {
       const Work& work = reader.get();
       if (work.kind == Work::kDone) break;
@@ -328,7 +314,7 @@ __global__ void __launch_bounds__(kTf32Threads, 1)
       const int valid_cols = p.cols - work.col0, blocks = tf32_blocks(work);
       const int halves = (tf32_units(work) + 1 - consumer) / 2;
       if (halves == 0) {
-        pass_tf32<Shape>(ring, blocks, barriers);
+        pass_tf32<Shape>(ring, blocks, shell.barriers);
         continue;
       }
       auto held = Product::begin(p, work, first_row, valid_cols, slots);
@@ -338,9 +324,9 @@ __global__ void __launch_bounds__(kTf32Threads, 1)
 #pragma unroll
         for (int i = 0; i < Shape::kCols / 2; ++i) acc[h][i] = 0;
       if (halves == 1) {
-        multiply_tf32<Product, 1>(acc, ring, blocks, consumer, shared, barriers);
+        multiply_tf32<Product, 1>(acc, ring, blocks, consumer, shell.shared, shell.barriers);
       } else {
-        multiply_tf32<Product, 2>(acc, ring, blocks, consumer, shared, barriers);
+        multiply_tf32<Product, 2>(acc, ring, blocks, consumer, shell.shared, shell.barriers);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -348,9 +334,14 @@ __global__ void __launch_bounds__(kTf32Threads, 1)
         if (row < work.valid_rows) Product::store(p, work, row, valid_cols, acc[h], slots, held);
       }
     }
-    if (lane == 0) ptx::store_wait_read<0>();
-    __syncwarp();
+    shell.finish_stores();
   }
+};
+
+template <class Product>
+__global__ void __launch_bounds__(kTf32Threads, 1)
+    grouped_product_tf32_sm90(const __grid_constant__ typename Product::Params p) {
+  run_shell<Product, Tf32Pipeline>(p);
 }
 
 }  // namespace grouped::sm90
