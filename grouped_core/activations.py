@@ -242,7 +242,7 @@ class Activation:
             return
         if not self.gated:
             raise ValueError(f"`interleave` of Activation: {s!r}, but {self.kind} is not gated; leave it out.")
-        if not isinstance(s, int) or s < 1:
+        if isinstance(s, bool) or not isinstance(s, int) or s < 1:
             raise ValueError(f"`interleave` of Activation: {s!r}, expected None or a block of 1 or more; use an int.")
 
     @property

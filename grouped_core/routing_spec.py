@@ -87,6 +87,7 @@ def router_option(
     if not 1 <= k <= min(experts, MAX_SLOTS):
         most = f"1 to {min(experts, MAX_SLOTS)}, at most one slot per expert and {MAX_SLOTS}"
         raise _wrong("k", k, most, "choose a smaller k")
+    scale, aux_coeff, z_coeff = numbers("topk_router", scale=scale, aux_coeff=aux_coeff, z_coeff=z_coeff)
     if after_topk and score != "softmax":
         words = "its default, because the other scores are always normalised over the chosen experts"
         raise _wrong("after_topk", f"True with score {score!r}", words, "leave it out")
@@ -103,10 +104,9 @@ def router_option(
         raise _wrong("drop", repr(drop), f"one of {', '.join(DROPS)}", "choose one of them")
     limit = _group_limit(experts, k, num_groups, topk_groups, group_topk)
     normalize = score != "softmax" and k > 1 if normalize is None else bool(normalize)
-    scores = Scores(score, bool(after_topk), normalize and not after_topk, float(scale))
+    scores = Scores(score, bool(after_topk), normalize and not after_topk, scale)
     factor = None if capacity_factor is None else float(capacity_factor)
-    losses = (float(aux_coeff), float(z_coeff))
-    return Router(k, scores, limit, float(jitter), sinkhorn, factor, drop, *losses)
+    return Router(k, scores, limit, float(jitter), sinkhorn, factor, drop, aux_coeff, z_coeff)
 
 
 def _group_limit(
@@ -145,6 +145,24 @@ def _integer(function: str, name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"`{name}` of {function}: {value!r}, expected an integer; pass an int.")
     return operator.index(value)
+
+
+def numbers(function: str, **values: Any) -> tuple[float, ...]:
+    """Factors and bounds as Python floats. A kernel would turn an infinite one into NaN in results without a word.
+
+    Raises:
+        TypeError: one is not a number. ValueError: one is not finite.
+    """
+    return tuple(_number(function, name, value) for name, value in values.items())
+
+
+def _number(function: str, name: str, value: Any) -> float:
+    if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
+        raise TypeError(f"`{name}` of {function}: {value!r}, expected a number; pass a float.")
+    found = float(value)
+    if not math.isfinite(found):
+        raise ValueError(f"`{name}` of {function}: {value!r}, expected a finite number; pass another one.")
+    return found
 
 
 def _wrong(option: str, came: Any, expected: str, remedy: str) -> ValueError:

@@ -217,6 +217,7 @@ def update_bias(
     Raises:
         ValueError: shapes that do not fit. TypeError: dtypes.
     """
+    (rate,) = routing_spec.numbers("update_bias", rate=rate)
     old, counts = as_array("bias", bias, "[E]"), as_array("load", load, "[E]")
     routing_spec.check_update_bias(spec_of(old), spec_of(counts))
     counts = to_int32(counts)
@@ -255,6 +256,7 @@ def balance_quantile(
         ValueError: a shape or an option does not fit. TypeError: a dtype.
     """
     k, bins = routing_spec.integers("balance_quantile", k=k, bins=bins)
+    low, high = routing_spec.numbers("balance_quantile", low=low, high=high)
     rows, old = as_array("logits", logits, "[T, E]"), as_array("bias", bias, "[E]")
     counted = None if mask is None else as_array("mask", mask, "[T]")
     specs = (spec_of(rows), spec_of(old), k, score, bins, low, high, None if counted is None else spec_of(counted))

@@ -366,12 +366,13 @@ def update_bias(bias: Tensor, load: Tensor, rate: float, *, process_group: Any =
 
 def _update_bias(bias: Tensor, load: Tensor, rate: float, group: str | None) -> tuple[Tensor, ...]:
     refuse_vmap("update_bias")
+    (rate,) = routing_spec.numbers("update_bias", rate=rate)
     _checked("update_bias", {"bias": bias, "load": load}, None, routing_spec.check_update_bias)
     with torch.no_grad():
         load = saturate(load)
         load = load if group is None else _routing.summed(group, load)[0]
         operands = _routing.BiasOperands(bias.detach(), load)
-        return (call(_routing.BIAS, _routing.BiasFacts(float(rate)), operands, 0)[0],)
+        return (call(_routing.BIAS, _routing.BiasFacts(rate), operands, 0)[0],)
 
 
 def balance_quantile(
@@ -410,13 +411,13 @@ def _balance_quantile(
     refuse_vmap("balance_quantile")
     static = _routing.QuantileFacts(*options)
     k, bins = routing_spec.integers("balance_quantile", k=static.k, bins=static.bins)
-    static = static._replace(k=k, bins=bins)
+    low, high = routing_spec.numbers("balance_quantile", low=static.low, high=static.high)
+    static = static._replace(k=k, bins=bins, low=low, high=high)
 
     def check(logits: Any, bias: Any, mask: Any) -> None:
         routing_spec.check_balance_quantile(logits, bias, *static, mask)
 
     _checked("balance_quantile", {"logits": logits, "bias": bias, "mask": mask}, static, check)
-    static = static._replace(low=float(static.low), high=float(static.high))
     with torch.no_grad():
         operands = _routing.MarginOperands(logits.detach(), bias.detach(), _bytes(mask))
         (counts,) = call(_routing.MARGINS, static, operands, logits.shape[0])
@@ -448,6 +449,10 @@ _OF_TOKENS: dict[str, tuple[int, ...]] = {
 """The arguments with T rows, for functions that take a symbol of torch.compile for T."""
 
 
+_WITHOUT_TOKENS = frozenset({"bias", "key", "load", "sequence_sizes", "sizes", "table"})
+"""The arguments whose lengths do not follow from T; graphs of torch.compile are specialised to them."""
+
+
 def _run(name: str, *arguments: Any) -> tuple[Tensor, ...]:
     """The results of a function, eagerly or as one node of a graph of torch.compile."""
     if not is_compiling():
@@ -476,12 +481,16 @@ def _checked(name: str, tensors: dict[str, Any], static: Any, check: Callable[..
     for argument, each in tensors.items():
         if each is not None:
             check_operand(argument, each, first)
-    found = check(**{argument: None if each is None else _spec(each) for argument, each in tensors.items()})
+    found = check(**{argument: _spec(argument, each) for argument, each in tensors.items()})
     return found if facts is None else _results.keep(key, found)
 
 
-def _spec(tensor: Tensor) -> ArraySpec:
+def _spec(argument: str, tensor: Tensor | None) -> ArraySpec | None:
     """Shape and dtype; a symbol of torch.compile, or a multiple of one, has the number that represents it."""
+    if tensor is None:
+        return None
+    if argument in _WITHOUT_TOKENS:
+        return fixed_spec(tensor)
     length = tensor.shape[0] if tensor.shape else 0
     if isinstance(length, torch.SymInt) and len(length.node.expr.free_symbols) == 1:
         (symbol,) = length.node.expr.free_symbols

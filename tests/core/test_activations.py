@@ -46,6 +46,7 @@ def test_a_kind_has_its_defaults_and_nothing_else(kind: str) -> None:
         (("situ_glu", ..., ..., ..., -1.0), ("`beta1` of Activation", "-1.0", "above 0", "4.0")),
         (("relu", ..., ..., ..., ..., ..., 2), ("`interleave` of Activation", "2", "relu is not gated", "leave")),
         (("swiglu", ..., ..., ..., ..., ..., 0), ("`interleave` of Activation", "0", "1 or more", "int")),
+        (("swiglu", ..., ..., ..., ..., ..., True), ("`interleave` of Activation", "True", "1 or more", "int")),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: tuple, fragments: tuple[str, ...]) -> None:

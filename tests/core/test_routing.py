@@ -280,6 +280,9 @@ def test_tokens_have_the_bits_of_rows(recipe, policy):
         ({"k": 0}, ["`k` of topk_router: 0", "1 to 8"]),
         ({"after_topk": True, "score": "sigmoid"}, ["`after_topk`", "always normalised", "leave it out"]),
         ({"after_topk": True, "k": 1}, ["`after_topk`", "would not learn", "after_topk=False"]),
+        ({"scale": float("nan")}, ["`scale` of topk_router", "nan", "finite", "pass another"]),
+        ({"aux_coeff": float("inf")}, ["`aux_coeff` of topk_router", "inf", "finite", "pass another"]),
+        ({"z_coeff": -float("inf")}, ["`z_coeff` of topk_router", "-inf", "finite", "pass another"]),
         ({"jitter": 1.0}, ["`jitter`", "1.0", "0 to 1"]),
         ({"sinkhorn": -1}, ["`sinkhorn`", "-1", "iterations"]),
         ({"capacity_factor": 0.0}, ["`capacity_factor`", "0.0", "above 0"]),
@@ -304,6 +307,14 @@ def test_numbers_that_are_no_integers(name, value):
     options = {"k": K, "num_groups": 4, "topk_groups": 2, name: value}
     with asserts.refused(TypeError, [f"`{name}` of topk_router: {value!r}", "expected an integer", "pass an int"]):
         router_option(E, options.pop("k"), **options)
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("name", ["scale", "aux_coeff", "z_coeff"])
+@pytest.mark.parametrize("value", [None, "1", [1.0]])
+def test_factors_that_are_no_numbers(name, value):
+    with asserts.refused(TypeError, [f"`{name}` of topk_router: {value!r}", "expected a number", "pass a float"]):
+        router_option(E, K, **{name: value})
 
 
 @pytest.mark.rule("LYR-1")

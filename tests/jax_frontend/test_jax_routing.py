@@ -421,6 +421,10 @@ def test_arguments_that_are_no_arrays_and_mapped_axes() -> None:
         route.topk_router([[1.0, 2.0]], 1)
     with asserts.refused(ValueError, ("`key` of topk_router", "shape ()", "one axis [2]", "low word first")):
         route.topk_router(jnp.zeros((T, E)), K, jitter=0.1, key=jax.random.key(0))
+    with asserts.refused(ValueError, ("`high` of balance_quantile", "inf", "finite", "pass another")):
+        route.balance_quantile(jnp.zeros((T, E)), jnp.zeros(E), K, high=float("inf"))
+    with asserts.refused(ValueError, ("`rate` of update_bias", "nan", "finite", "pass another")):
+        route.update_bias(jnp.zeros(E), jnp.zeros(E, jnp.int32), float("nan"))
     with asserts.refused(NotImplementedError, ("jax.vmap of router", "over axis 0", "without a mapped axis", "fold")):
         jax.vmap(lambda z: route.topk_router(z, K)[0])(jnp.zeros((2, T, E)))
 

@@ -150,7 +150,7 @@ def test_its_parameters_have_stable_names() -> None:
 
 
 @pytest.mark.rule("LYR-12", "LYR-16", "LYR-15")
-@pytest.mark.parametrize("given", ["", "mask", "experts"])
+@pytest.mark.parametrize("given", ["", "mask", "experts", "sequences"])
 @pytest.mark.parametrize("shared", [None, "plain", "gated"])
 def test_it_is_what_its_parts_are(given: str, shared: str | None) -> None:
     options: dict[str, Any] = {} if shared is None else {"shared_dim": 24, "shared_gate": shared == "gated"}
@@ -160,9 +160,10 @@ def test_it_is_what_its_parts_are(given: str, shared: str | None) -> None:
         "": {},
         "mask": {"mask": torch.from_numpy(mask_of(T)).reshape(SHAPE[:2])},
         "experts": {"experts": torch.from_numpy(experts_of(T, K, E)).reshape(*SHAPE[:2], K)},
+        "sequences": {"sequence_sizes": torch.tensor([9, 0, T - 9])},
     }[given]
 
-    def parts(x: Tensor, mask: Any = None, experts: Any = None) -> tuple[Tensor, Any]:
+    def parts(x: Tensor, mask: Any = None, experts: Any = None, sequence_sizes: Any = None) -> tuple[Tensor, Any]:
         rows = x.reshape(-1, H)
         weights, chosen, aux = route.topk_router(
             router_logits(rows, module.router.weight),
@@ -170,6 +171,7 @@ def test_it_is_what_its_parts_are(given: str, shared: str | None) -> None:
             bias=module.router.selection_bias,
             mask=None if mask is None else mask.reshape(-1),
             experts=None if experts is None else experts.reshape(-1, K),
+            sequence_sizes=sequence_sizes,
             **LOSSES,
         )
         fc1, fc2 = module.experts.linear_fc1, module.experts.linear_fc2

@@ -373,6 +373,19 @@ def test_one_graph_serves_every_number_of_tokens() -> None:
     assert compiles[1:] == compiles[:1] * 2
 
 
+def test_lengths_that_are_not_those_of_tokens_may_be_symbols() -> None:
+    def some(logits: Any, bias: Any, sizes: Any) -> tuple[Any, ...]:
+        weights, experts, aux = route.topk_router(logits, K, bias=bias, sequence_sizes=sizes, **LOSSES)
+        return weights, experts, aux.aux_loss, route.balance_quantile(logits, bias, K)
+
+    run = torch.compile(some, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens, experts, sizes in ((T, E, [9, 14]), (31, E, [9, 14, 8]), (31, 2 * E, [9, 14, 8])):
+        logits, bias = tensor(draw(tokens, experts)), tensor(draw(experts, seed="bias"))
+        arguments = (logits, bias, torch.tensor(sizes))
+        for ours, eager in zip(run(*arguments), some(*arguments), strict=True):
+            asserts.bitwise(ours, eager, f"{tokens} tokens, {experts} experts")
+
+
 def test_the_operators_pass_opcheck() -> None:
     logits, x = tensor(draw(T, E)), tensor(draw(T, H, seed="x"))
     seen = opcheck(lambda: _gradients(_all, T, _given("mask")))
@@ -472,6 +485,16 @@ def test_no_memory_of_the_gradient_is_shared_with_the_sums() -> None:
             lambda r: r.hash_experts(torch.zeros(2, dtype=torch.int64), 3, 2),
             ValueError,
             ["`k` of hash_experts", "3", "1 to 2", "smaller"],
+        ),
+        (
+            lambda r: r.balance_quantile(torch.zeros(2, 4), torch.zeros(4), 2, low=-float("inf")),
+            ValueError,
+            ["`low` of balance_quantile", "-inf", "finite", "pass another"],
+        ),
+        (
+            lambda r: r.update_bias(torch.zeros(3), torch.zeros(3, dtype=torch.int64), float("nan")),
+            ValueError,
+            ["`rate` of update_bias", "nan", "finite", "pass another"],
         ),
         (
             lambda r: r.update_bias(torch.zeros(3), torch.zeros(2, dtype=torch.int64), 0.1),

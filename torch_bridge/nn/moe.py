@@ -259,6 +259,7 @@ class MoE(Module):
         *,
         mask: Tensor | None = None,
         experts: Tensor | None = None,
+        sequence_sizes: Tensor | None = None,
         is_first_microbatch: bool | None = None,
     ) -> tuple[Tensor, MoEAux]:
         """(y [..., H], aux) of x [..., H].
@@ -266,6 +267,7 @@ class MoE(Module):
         Args:
             x: tokens, in any number of leading axes. mask: bool [...], False for padding, whose routed part is zero.
             experts: integers [..., k], chosen elsewhere (replay, `route.hash_experts`), -1 for none.
+            sequence_sizes: integers [S], as in `route.topk_router`, of the tokens in the order of memory.
             is_first_microbatch: for the cache of quantised weights, as in `GroupedLinear`.
 
         Raises what `route.topk_router` and `routed_mlp` raise.
@@ -280,6 +282,7 @@ class MoE(Module):
             experts=experts,
             jitter=jitter,
             key=key,
+            sequence_sizes=sequence_sizes,
             process_group=self.process_group,
             **self.routing,
         )
