@@ -281,7 +281,7 @@ template <class T, Major kWeights, Pairs kPairs>
 void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
   using Product = UpProduct<T, kWeights, kPairs>;
   using Rhs = typename Product::Rhs;
-  p.rhs = map_of_weights<Rhs>(call.rhs, reinterpret_cast<const void*>(p.rhs_base), p.rhs_table != nullptr);
+  map_weights<Rhs>(call, &p);
   p.rhs_up = call.rhs_up.present() ? map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false) : p.rhs;
   launch_up_product<Product>(grouped_product_sm90<Product>, call, p, kThreads, stream);
 }

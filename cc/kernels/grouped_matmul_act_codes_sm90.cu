@@ -33,9 +33,7 @@ std::string refuses(const GroupedMatmulAct& c, const Target& target) {
   for (const TensorView* t : {&c.result, &c.hidden}) {
     if (t->present() && t->dtype != DType::bf16) return std::string("gives bfloat16, not ") + dtype_name(t->dtype);
   }
-  if (c.bias.present() && c.bias.dtype != DType::bf16 && c.bias.dtype != DType::f32) {
-    return std::string("takes a bias of bfloat16 or float32, not ") + dtype_name(c.bias.dtype);
-  }
+  if (std::string reason = refuses_bias(c.bias, DType::bf16); !reason.empty()) return reason;
   if (!c.low.present() && grouped_matmul_weight_only_sm90.refuses(product_inside(c), target).empty()) {
     return "leaves products with few rows a group to grouped_matmul_weight_only_sm90";
   }

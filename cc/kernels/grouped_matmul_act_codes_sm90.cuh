@@ -23,8 +23,7 @@ struct CodedUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, CodedUpShape<
   using Params = CodedUpParams;
   static constexpr int kBoxCols = 32;
 
-  // As CodedRowsProduct has them (grouped_matmul_codes_sm90.cuh). Two boxes, one of each part, are 64 columns of a
-  // tile.
+  // As CodedBoxes has them (widen_tiles.cuh). Two boxes, one of each part, are 64 columns of a tile.
   static __device__ bool from_codes(const Params& p, int block) { return block * kBlockK < p.low.first; }
   static __device__ int coded_cols(int cols) { return 2 * kBoxCols * Base::boxes(cols); }
   static __device__ int coded_column(const Params& p, const Work& work, int col) {
@@ -43,11 +42,7 @@ struct CodedUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, CodedUpShape<
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[kTileCols / 2],
                                typename Base::WarpSlots& slots, NothingHeld& held) {
-    if (p.factors != nullptr) {
-      const float factor = device::group_factor(nullptr, p.factors, work.group);
-#pragma unroll
-      for (int i = 0; i < kTileCols / 2; ++i) acc[i] *= factor;
-    }
+    if (p.factors != nullptr) device::scale_sums(acc, device::group_factor(nullptr, p.factors, work.group));
     Base::store(p, work, row, cols, acc, slots, held);
   }
 };

@@ -42,9 +42,7 @@ struct ScaledRowsProduct : RowsProduct<T, Out, kWeights, Shape_> {
   using Base = RowsProduct<T, Out, kWeights, Shape_>;
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape_::kCols / 2],
                                Slots<Shape_::kSlots>& slots, NothingHeld& held) {
-    const float factor = device::group_factor(p.lhs_scales, p.rhs_scales, work.group);
-#pragma unroll
-    for (int i = 0; i < Shape_::kCols / 2; ++i) acc[i] *= factor;
+    device::scale_sums(acc, device::group_factor(p.lhs_scales, p.rhs_scales, work.group));
     Base::store(p, work, row, cols, acc, slots, held);
   }
 };

@@ -20,32 +20,19 @@ using CodedTile = CodedTileShape<kNibbles, kChoice.cols, kChoice.stages, kChoice
 
 template <bool kNibbles, class Out, Major kWeights>
 struct CodedRowsProduct
-    : RowsProduct<__nv_bfloat16, Out, kWeights, CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>> {
+    : RowsProduct<__nv_bfloat16, Out, kWeights, CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>>,
+      CodedBoxes<kNibbles, kWeights, CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>::kCols> {
   using Shape = CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>;
   using Base = RowsProduct<__nv_bfloat16, Out, kWeights, Shape>;
   using Params = CodedRowsParams;
-  using Coded = CodedBoxes<kNibbles, kWeights, Shape::kCols>;
 
-  static __device__ bool from_codes(const Params& p, int block) { return block * kBlockK < p.low.first; }
-  static __device__ int coded_cols(int cols) { return Coded::cols(cols); }
-  // The line, or for MN-major weights the code in a line, of column `col` of a tile, below 64; and how much further it
-  // is for the column `by` on, a multiple of 64.
-  static __device__ int coded_column(const Params&, const Work& work, int col) { return work.col0 + col; }
-  static __device__ int coded_move(const Params&, int by) { return by; }
-  static __device__ void load_codes(const Params& p, const Work& work, int k, uint32_t to, uint32_t arrived) {
-    Coded::load(p.coded, work, p.cols, k, to, arrived);
-  }
   static __device__ void widen(const Params& p, const Shell<Shape> shell) {
     widen_any<kNibbles, CodedRowsProduct>(p, shell);
   }
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
                                typename Shape::WarpSlots& slots, NothingHeld& held) {
-    if (p.factors != nullptr) {
-      const float factor = device::group_factor(nullptr, p.factors, work.group);
-#pragma unroll
-      for (int i = 0; i < Shape::kCols / 2; ++i) acc[i] *= factor;
-    }
+    if (p.factors != nullptr) device::scale_sums(acc, device::group_factor(nullptr, p.factors, work.group));
     Base::store(p, work, row, cols, acc, slots, held);
   }
 };

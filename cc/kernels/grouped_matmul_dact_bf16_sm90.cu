@@ -26,7 +26,7 @@ template <class T, Major kWeights>
 void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t stream) {
   using Product = DactProduct<T, kWeights>;
   using Rhs = typename Product::Rhs;
-  p.rhs = map_of_weights<Rhs>(call.rhs, reinterpret_cast<const void*>(p.rhs_base), p.rhs_table != nullptr);
+  map_weights<Rhs>(call, &p);
   launch_dact_product<Product>(grouped_product_sm90<Product>, call, p, kThreads, stream);
 }
 

@@ -17,19 +17,12 @@ template <bool kNibbles>
 using CodedDactShape = FetchingShape<CodedTileShape<kNibbles, DactShape::kCols, 4, 0>, 2>;
 
 template <bool kNibbles, Major kWeights>
-struct CodedDactProduct : DactProduct<__nv_bfloat16, kWeights, CodedDactShape<kNibbles>> {
+struct CodedDactProduct : DactProduct<__nv_bfloat16, kWeights, CodedDactShape<kNibbles>>,
+                          CodedBoxes<kNibbles, kWeights, DactShape::kCols> {
   using Shape = CodedDactShape<kNibbles>;
   using Base = DactProduct<__nv_bfloat16, kWeights, Shape>;
   using Params = CodedDactParams;
-  using Coded = CodedBoxes<kNibbles, kWeights, Shape::kCols>;
 
-  static __device__ bool from_codes(const Params& p, int block) { return block * kBlockK < p.low.first; }
-  static __device__ int coded_cols(int cols) { return Coded::cols(cols); }
-  static __device__ int coded_column(const Params&, const Work& work, int col) { return work.col0 + col; }
-  static __device__ int coded_move(const Params&, int by) { return by; }
-  static __device__ void load_codes(const Params& p, const Work& work, int k, uint32_t to, uint32_t arrived) {
-    Coded::load(p.coded, work, p.cols, k, to, arrived);
-  }
   static __device__ void widen(const Params& p, const Shell<Shape> shell) {
     widen_any<kNibbles, CodedDactProduct>(p, shell);
   }
@@ -38,11 +31,7 @@ struct CodedDactProduct : DactProduct<__nv_bfloat16, kWeights, CodedDactShape<kN
                                     float (&acc)[2][Shape::kCols / 2], SetReader<Shape>& sets) {
     if (p.factors != nullptr) {
       const float factor = device::group_factor(nullptr, p.factors, work.group);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int i = 0; i < Shape::kCols / 2; ++i) acc[h][i] *= factor;
-      }
+      for (float (&half)[Shape::kCols / 2] : acc) device::scale_sums(half, factor);
     }
     Base::store_tile(p, work, first_row, cols, acc, sets);
   }

@@ -117,9 +117,13 @@ CUtensorMap map_of_weights(const TensorView& weights, const void* base, bool lis
   return tensor_map(base, weights.dtype, shape, box_elements(Rhs::kBoxCols, weights.dtype), Rhs::kBoxRows);
 }
 template <class Rhs, class Call>
+void map_weights(const Call& call, RowsParams* p) {
+  p->rhs = map_of_weights<Rhs>(call.rhs, reinterpret_cast<const void*>(p->rhs_base), p->rhs_table != nullptr);
+}
+template <class Rhs, class Call>
 void map_operands(const Call& call, RowsParams* p) {
   p->lhs = map_of_rows(call.lhs);
-  p->rhs = map_of_weights<Rhs>(call.rhs, reinterpret_cast<const void*>(p->rhs_base), p->rhs_table != nullptr);
+  map_weights<Rhs>(call, p);
 }
 // Of the columns that a product makes of its result.
 inline void map_result(const GroupedMatmul& call, MatmulParams* p) {

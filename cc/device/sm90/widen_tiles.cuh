@@ -52,23 +52,39 @@ __device__ inline void load_coded(const CodedWeights& w, int group, int boxes, i
   }
 }
 
-// Boxes of 64 codes by 64 for a tile whose columns lie next to one another.
+// Where the codes of a product's tile come from, for tiles whose columns lie next to one another: boxes of 64 codes by
+// 64. `Params`: those of the product.
 constexpr int kCodedBox = 64;
 template <bool kNibbles, Major kMajor, int kCols>
 struct CodedBoxes {
+  // Whether a block of k has codes; else it is one of a low-rank product.
+  template <class Params>
+  static __device__ bool from_codes(const Params& p, int block) {
+    return block * kBlockK < p.low.first;
+  }
   // Columns of a tile of which codes are loaded and widened, where so many are left.
-  static __device__ int cols(int left) {
+  static __device__ int coded_cols(int left) {
     return left >= kCols ? kCols : (left + kCodedBox - 1) / kCodedBox * kCodedBox;
   }
-  static __device__ void load(const CodedWeights& w, const Work& work, int all_cols, int k, uint32_t to,
-                              uint32_t arrived) {
+  // The line, or for MN-major weights the code in a line, of column `col` of a tile, below 64; and how much further it
+  // is for the column `by` on, a multiple of 64.
+  template <class Params>
+  static __device__ int coded_column(const Params&, const Work& work, int col) {
+    return work.col0 + col;
+  }
+  template <class Params>
+  static __device__ int coded_move(const Params&, int by) {
+    return by;
+  }
+  template <class Params>
+  static __device__ void load_codes(const Params& p, const Work& work, int k, uint32_t to, uint32_t arrived) {
     const auto col = [&](int box) { return work.col0 + box * kCodedBox; };
     const auto at_k = [&](int) { return k; };
-    const int boxes = cols(all_cols - work.col0) / kCodedBox;
+    const int boxes = coded_cols(p.cols - work.col0) / kCodedBox;
     if constexpr (kMajor == Major::k) {
-      load_coded<kNibbles>(w, work.group, boxes, kCodedBox, to, arrived, at_k, col);
+      load_coded<kNibbles>(p.coded, work.group, boxes, kCodedBox, to, arrived, at_k, col);
     } else {
-      load_coded<kNibbles>(w, work.group, boxes, kCodedBox, to, arrived, col, at_k);
+      load_coded<kNibbles>(p.coded, work.group, boxes, kCodedBox, to, arrived, col, at_k);
     }
   }
 };
