@@ -90,8 +90,8 @@ def load(
     """Loads a checkpoint into a module, or into the tensors of a tree, in place; both forms of parameters take it.
 
     Everything is checked before the first tensor changes. Tensors are read one layer at a time. A warning lists those
-    of the checkpoint that have no place in the model. A checkpoint without
-    adapters leaves those of the model as they are.
+    of the checkpoint that have no place in the model. A checkpoint without adapters leaves those of the model as they
+    are.
 
     Args:
         path: a safetensors file, or a folder of such files.
