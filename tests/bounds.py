@@ -98,6 +98,8 @@ FP8_PROMOTED = 2.0**-9
 BESIDE_EXPERTS = 1.5
 """How much larger than another the error of a narrow transformer's logits and gradients may be, if experts of the same
 accuracy differ in where they round: later layers round other values, so the errors are two draws of one size."""
+SWITCHED, SWITCHED_WITH_RECIPE = 1e-4, 0.02
+"""How far the first losses of an example may be from those of the model as it is: other orders of sums, and FP8."""
 PEAK_OVER_BF16 = 1.25
 """Peak memory of forward and backward of the MLP with a recipe of FP8, without its gradients, over the same in bf16."""
 

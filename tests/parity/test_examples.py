@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import bounds
 from tests.conftest import ROOT, quick_compilation
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
@@ -459,7 +460,7 @@ def test_switching_a_model_keeps_its_losses(
     steps = [line.split() for line in said.splitlines() if line.split()[0] in ("1", "2", "3")]
     assert len(steps) == 3, said
     largest = float(said.splitlines()[-1].removeprefix("largest difference of the losses: "))
-    assert largest <= (0.02 if recipe else 1e-4), said
+    assert largest <= (bounds.SWITCHED_WITH_RECIPE if recipe else bounds.SWITCHED), said
     if recipe:
         assert largest > 0, "the recipe changed nothing"
     assert example.main(["--steps", "0", *recipe]) == 2

@@ -1,4 +1,4 @@
-"""Benchmarks of layers run on small problems on the CPU, as on a GPU, where nobody waits for a mistake."""
+"""Benchmarks of layers run on small problems on the CPU, so that their mistakes are found before a run on a GPU."""
 
 from __future__ import annotations
 
