@@ -95,12 +95,15 @@ struct UpProduct {
                               uint32_t to, uint32_t full) {
     const FromLow part(p.low, work, k);
     load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
-    if (!columns) return;
+    if (columns) load_rhs(p, work, part, rank, to + 2 * kBlockBytes, full);
+  }
+  static __device__ void load_rhs(const Params& p, const Work& work, const FromLow& part, uint32_t rank, uint32_t to,
+                                  uint32_t full) {
     const int32_t col = p.across * work.col0;
     const int32_t c0 = kRhsMajor == Major::k ? part.at : col, c1 = kRhsMajor == Major::k ? col : part.at;
     const CUtensorMap *first = part.low ? &p.low.rhs : &p.rhs, *second = part.low ? &p.low.rhs : &p.rhs_up;
     Rhs::load(first, second, {{c0, c1, part.slice.near, part.slice.far}}, p.weight_part, p.step,
-              boxes(p.cols - work.col0), work.across, rank, to + 2 * kBlockBytes, full);
+              boxes(p.cols - work.col0), work.across, rank, to, full);
   }
 
   using Epilogue = NothingHeld;

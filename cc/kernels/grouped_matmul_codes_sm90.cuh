@@ -4,6 +4,7 @@
 
 #include "cc/api/calls.h"
 #include "cc/device/common/group_factor.cuh"
+#include "cc/device/sm90/pipeline_swapped.cuh"
 #include "cc/device/sm90/rows_matmul.cuh"
 #include "cc/device/sm90/widen_tiles.cuh"
 #include "cc/dispatch/tiles_sm90.h"
@@ -15,19 +16,19 @@ struct CodedRowsParams : HalvesParams {
   const float* factors;  // [groups]: scales of groups, or null
 };
 
-template <const TileChoice& kChoice, bool kNibbles>
-using CodedTile = CodedTileShape<kNibbles, kChoice.cols, kChoice.stages, kChoice.slots>;
+using NibbleTile = SwappedShape<kSwapped.stages, kSwapped.slots>;
+using ByteTile = CodedTileShape<false, kCodedBytes.cols, kCodedBytes.stages, kCodedBytes.slots>;
 
-template <bool kNibbles, class Out, Major kWeights>
-struct CodedRowsProduct
-    : RowsProduct<__nv_bfloat16, Out, kWeights, CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>>,
-      CodedBoxes<kNibbles, kWeights, CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>::kCols> {
-  using Shape = CodedTile<kNibbles ? kCodedNibbles : kCodedBytes, kNibbles>;
+// Codes of 8 bits, which are widened in shared memory.
+template <class Out, Major kWeights>
+struct CodedRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, ByteTile>,
+                          CodedBoxes<false, kWeights, ByteTile::kCols> {
+  using Shape = ByteTile;
   using Base = RowsProduct<__nv_bfloat16, Out, kWeights, Shape>;
   using Params = CodedRowsParams;
 
   static __device__ void widen(const Params& p, const Shell<Shape> shell) {
-    widen_any<kNibbles, CodedRowsProduct>(p, shell);
+    widen_any<false, CodedRowsProduct>(p, shell);
   }
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
@@ -37,15 +38,75 @@ struct CodedRowsProduct
   }
 };
 
-template <bool kNibbles, class Out, Major kWeights>
-void launch_coded_major(const GroupedMatmul& call, CodedRowsParams p, void* stream) {
-  using Product = CodedRowsProduct<kNibbles, Out, kWeights>;
+// Codes of 4 bits, which go from shared memory to registers.
+template <class Out, Major kWeights>
+struct NibbleRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, NibbleTile>,
+                           CodedBoxes<true, kWeights, NibbleTile::kCols> {
+  using Shape = NibbleTile;
+  using Params = CodedRowsParams;
+  static constexpr Lines kLines = Lines::neighbours;
+
+  // Where the codes of a tile are, but for k: boxes of 64 codes by 128 lines, or two of 64 lines.
+  struct CodesAt {
+    static constexpr int kBoxes = kWeights == Major::k ? 1 : 2, kBoxBytes = Shape::kCodesBytes / kBoxes;
+    int group, col;
+    __device__ CodesAt(const Params&, const Work& work) : group(work.group), col(work.col0) {}
+    __device__ void load(const Params& p, int k, uint32_t to, uint32_t full) const {
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) {
+        const int code = kWeights == Major::k ? k : col + i * kCodedBox, line = kWeights == Major::k ? col : k;
+        ptx::tensor_load(to + i * kBoxBytes, &p.coded.map, {{code / 2, line, group, 0}}, full);
+      }
+    }
+  };
+
+  template <class Push>
+  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
+    schedule_rows<two_columns_at, kSwappedRows>(p, Shape::kCols, rank, mail, push);
+  }
+
+  // Of the tile's columns from the first of a warpgroup on.
+  static __device__ int columns_left(const Params& p, const Work& work, int consumer) {
+    return p.cols - work.col0 - consumer * kSwappedCols;
+  }
+
+  template <class Slots_>
+  static __device__ void store_swapped(const Params& p, const Work& work, int warp, float (&acc)[kSwappedRows / 2],
+                                       Slots_& slots) {
+    if (p.factors != nullptr) device::scale_sums(acc, device::group_factor(nullptr, p.factors, work.group));
+    store_swapped_tile<NibbleRowsProduct, device::BiasOf<__nv_bfloat16>, Out>(p, work, warp, acc, slots);
+  }
+};
+
+template <class Out, Major kWeights>
+void launch_nibbles_major(const GroupedMatmul& call, CodedRowsParams p, void* stream) {
+  using Product = NibbleRowsProduct<Out, kWeights>;
+  using Rhs = typename Product::Rhs;
+  p.coded = coded_weights(call, kWeights == Major::k ? Product::Shape::kCols : kBlockK);
+  p.lhs = map_of_rows(call.lhs, kRowsBox);
+  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length, kRowsBox);
+  map_result(call, &p);
+  launch_rows_product<Product>(swapped_product_sm90<Product>, p, stream);
+}
+
+template <class Out, Major kWeights>
+void launch_bytes_major(const GroupedMatmul& call, CodedRowsParams p, void* stream) {
+  using Product = CodedRowsProduct<Out, kWeights>;
   using Rhs = typename Product::Rhs;
   p.coded = coded_weights(call, kCodedBox);
   p.lhs = map_of_rows(call.lhs);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   map_result(call, &p);
   launch_rows_product<Product>(coded_product_sm90<Product>, p, stream, kCodedThreads);
+}
+
+template <bool kNibbles, class Out, Major kWeights>
+void launch_coded_major(const GroupedMatmul& call, const CodedRowsParams& p, void* stream) {
+  if constexpr (kNibbles) {
+    launch_nibbles_major<Out, kWeights>(call, p, stream);
+  } else {
+    launch_bytes_major<Out, kWeights>(call, p, stream);
+  }
 }
 
 // By the layout of weights and the result's type.

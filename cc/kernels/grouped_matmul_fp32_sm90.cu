@@ -88,10 +88,10 @@ struct RowsProduct {
 
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t, Push push) {
-    RowScan scan(p.sizes, p.groups, p.rows, (p.cols + Shape::kCols - 1) / Shape::kCols);
+    RowScan<> scan(p.sizes, p.groups, p.rows, (p.cols + Shape::kCols - 1) / Shape::kCols);
     Draw draw(p.counter);
     while (true) {
-      const RowScan::Found found = scan.find(draw.take());
+      const FoundItem found = scan.find(draw.take());
       Work work{};
       if (found.tile) {
         set_group(p, found, &work);

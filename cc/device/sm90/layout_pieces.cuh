@@ -25,11 +25,13 @@ GROUPED_HOST_DEVICE inline uint32_t piece_chunk(int thread) {
   return piece_row(thread) * 128 + ((thread % 2 * kPieceChunks) ^ (piece_row(thread) % 8)) * 16;
 }
 
-// Bytes of codes of a row, one code or two a byte; those of eight bits lie under a swizzle of 64 bytes.
+// Bytes of codes of a row, one code or two a byte, under a swizzle as wide as they are.
 constexpr int coded_row_bytes(bool nibbles) { return nibbles ? 32 : 64; }
+// Byte offset of the 16-byte chunk `chunk`, 0 or 1, of a row of 4-bit codes.
+GROUPED_HOST_DEVICE inline uint32_t nibbles_at(int row, int chunk) { return row * 32 + (chunk ^ (row / 4 % 2)) * 16; }
 // Byte offset of a piece's first 16 bytes of codes. Codes of eight bits have 16 more, at that place ^ 16.
 GROUPED_HOST_DEVICE inline uint32_t piece_codes(bool nibbles, int thread) {
-  return nibbles ? 16 * thread : narrow_slot_of(piece_row(thread), thread % 2 * 2);
+  return nibbles ? nibbles_at(piece_row(thread), thread % 2) : narrow_slot_of(piece_row(thread), thread % 2 * 2);
 }
 
 }  // namespace grouped::sm90

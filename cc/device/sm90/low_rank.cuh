@@ -40,8 +40,10 @@ inline std::string refuses_low(const LowRank& low, DType dtype, int64_t rhs_axis
   return "";
 }
 
-// Both maps, for weights in boxes of `box_cols` x `box_rows`; adds to `length`, the depth of all blocks.
-inline LowMaps low_maps(const LowRank& low, int64_t groups, uint32_t box_cols, uint32_t box_rows, int32_t* length) {
+// Both maps, for weights in boxes of `box_cols` x `box_rows` and rows in boxes of 64 x `lhs_rows`; adds to `length`, the
+// depth of all blocks.
+inline LowMaps low_maps(const LowRank& low, int64_t groups, uint32_t box_cols, uint32_t box_rows, int32_t* length,
+                        uint32_t lhs_rows = 64) {
   LowMaps maps{};
   maps.first = INT32_MAX;
   if (!low.present()) return maps;
@@ -49,7 +51,7 @@ inline LowMaps low_maps(const LowRank& low, int64_t groups, uint32_t box_cols, u
   const int64_t rank = low.low_lhs.dims[1];
   maps.first = (*length + kBlockK - 1) / kBlockK * kBlockK;
   *length = maps.first + int32_t(rank);
-  maps.lhs = tensor_map(low.low_lhs.data, dtype, ragged_shape(rank, dtype), 64, 64);
+  maps.lhs = tensor_map(low.low_lhs.data, dtype, ragged_shape(rank, dtype), 64, lhs_rows);
   const int64_t rows = low.low_rhs.dims[1], cols = low.low_rhs.dims[2];
   const bool listed = low.low_rhs_table.present();
   // Listed weights are addressed relative to any mapped address.

@@ -105,8 +105,9 @@ inline void set_matmul(const GroupedMatmul& call, const Context& context, Matmul
 // Elements of a box that is as wide as the layout wants, `cols` in 16-bit elements.
 constexpr uint32_t box_elements(uint32_t cols, DType dtype) { return cols * 2 / dtype_bytes(dtype); }
 
-inline CUtensorMap map_of_rows(const TensorView& rows) {
-  return tensor_map(rows.data, rows.dtype, ragged_shape(rows.dims[1], rows.dtype), box_elements(64, rows.dtype), 64);
+inline CUtensorMap map_of_rows(const TensorView& rows, uint32_t box_rows = 64) {
+  return tensor_map(rows.data, rows.dtype, ragged_shape(rows.dims[1], rows.dtype), box_elements(64, rows.dtype),
+                    box_rows);
 }
 // Of weights in boxes of Rhs: those at `base`, packed or listed.
 template <class Rhs>

@@ -39,6 +39,11 @@ __device__ inline void cluster_barrier() {
       "barrier.cluster.wait.acquire.aligned;\n" ::
           : "memory");
 }
+// Among `kCount` threads of the CTA that name the same barrier, 1 to 15.
+template <int kCount>
+__device__ inline void named_barrier(int name) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(name), "n"(kCount) : "memory");
+}
 // The address of the same variable in another CTA of the cluster.
 __device__ inline uint32_t peer_address(uint32_t address, uint32_t rank) {
   uint32_t r;
@@ -155,6 +160,12 @@ __device__ inline void load_matrix_x4(uint32_t from, uint32_t (&v)[4]) {
                : "r"(from)
                : "memory");
 }
+// Of transposed matrices: lane l has rows 2(l%4) and 1 on of column l/4.
+__device__ inline void store_transposed_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(to), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
 __device__ inline void store_matrix_x2(uint32_t to, uint32_t a, uint32_t b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};\n" ::"r"(to), "r"(a), "r"(b) : "memory");
 }
@@ -171,6 +182,15 @@ __device__ inline void store_shared(uint32_t to, uint32_t v) {
 }
 __device__ inline void store_shared_v2(uint32_t to, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
+// Of 8 and of 16 bits; the higher bits of a word are zero, or not stored.
+__device__ inline uint32_t load_shared_byte(uint32_t from) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];\n" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+__device__ inline void store_shared_half(uint32_t to, uint32_t v) {
+  asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(to), "r"(v) : "memory");
 }
 __device__ inline void load_words_v2(uint32_t from, uint32_t& a, uint32_t& b) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];\n" : "=r"(a), "=r"(b) : "r"(from) : "memory");

@@ -42,13 +42,16 @@ struct RowsProduct {
                               uint32_t to, uint32_t full) {
     const FromLow part(p.low, work, k);
     load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
-    if (!columns) return;
+    if (columns) load_rhs(p, work, part, rank, to + 2 * kBlockBytes, full);
+  }
+  static __device__ void load_rhs(const Params& p, const Work& work, const FromLow& part, uint32_t rank, uint32_t to,
+                                  uint32_t full) {
     const OneOfTwo from = part.low ? OneOfTwo{false, part.at} : one_of_two(part.at, p.first_depth);
     const int32_t c0 = kRhsMajor == Major::k ? from.at : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : from.at;
     Rhs::load(part.low      ? &p.low.rhs
               : from.second ? &p.rhs_up
                             : &p.rhs,
-              {{c0, c1, part.slice.near, part.slice.far}}, work.across, rank, to + 2 * kBlockBytes, full);
+              {{c0, c1, part.slice.near, part.slice.far}}, work.across, rank, to, full);
   }
 
   using Epilogue = NothingHeld;

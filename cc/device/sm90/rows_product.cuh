@@ -32,7 +32,7 @@ struct IgnoreTail {
 };
 
 // What an item's group says of it: rows, and where its weights are.
-__device__ inline void set_group(const RowsParams& p, const RowScan::Found& found, Work* work) {
+__device__ inline void set_group(const RowsParams& p, const FoundItem& found, Work* work) {
   work->length = p.length;
   work->group = found.group;
   work->rows = found.rows;
@@ -44,24 +44,24 @@ __device__ inline void set_group(const RowsParams& p, const RowScan::Found& foun
   work->slice3 = slice.far;
 }
 
-// Draws the pair's items and pushes this CTA's tile of each, `tile_cols` columns wide and in the order of kTileAt.
-// `at_tail` is told the first tail row.
-template <auto kTileAt = pair_at, class Push, class AtTail = IgnoreTail>
+// Draws the pair's items and pushes this CTA's tile of each, kRows by `tile_cols` and in the order of kTileAt. `at_tail`
+// is told the first tail row.
+template <auto kTileAt = pair_at, int kRows = kTileRows, class Push, class AtTail = IgnoreTail>
 __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_t rank, uint32_t mail, Push push,
                                      AtTail at_tail = {}) {
   const int col_tiles = (p.cols + tile_cols - 1) / tile_cols;
-  RowScan scan(p.sizes, p.groups, p.rows, col_tiles);
+  RowScan<kRows> scan(p.sizes, p.groups, p.rows, col_tiles);
   Mailbox pair(rank, mail);
   uint32_t next = blockIdx.x / 2;
   while (true) {
-    const RowScan::Found found = scan.find(uint32_t(pair.share(next)));
+    const FoundItem found = scan.find(uint32_t(pair.share(next)));
     if (pair.leader() && threadIdx.x % 32 == 0) next = uint32_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
     Work work{};
     if (found.tile) {
-      const Tile tile = kTileAt(found.item, (found.rows + kTileRows - 1) / kTileRows, col_tiles, rank);
+      const Tile tile = kTileAt(found.item, (found.rows + kRows - 1) / kRows, col_tiles, rank);
       work.kind = Work::kTile;
       set_group(p, found, &work);
-      work.row0 = tile.row * kTileRows;
+      work.row0 = tile.row * kRows;
       work.col0 = tile.col * tile_cols;
       work.valid_rows = found.rows - work.row0;
       work.across = tile.across;

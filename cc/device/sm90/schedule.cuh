@@ -14,7 +14,7 @@
 
 namespace grouped::sm90 {
 
-constexpr int kTileRows = 128;  // rows of a tile, of every tile shape
+constexpr int kTileRows = 128;  // rows of a tile, but for tiles with swapped operands
 constexpr int kBlockK = 64;     // contracted elements of one pipeline stage
 constexpr int kTailRows = 128;  // tail rows that one work item clears
 
@@ -54,6 +54,21 @@ GROUPED_HOST_DEVICE inline Tile pair_at(int item, int row_tiles, int col_tiles, 
 // The same tiles, but of two columns a pair always takes both: the rows then cross the L2 cache once.
 GROUPED_HOST_DEVICE inline Tile row_pair_at(int item, int row_tiles, int col_tiles, int rank) {
   return col_tiles == 2 ? Tile{item, rank, true} : pair_at(item, row_tiles, col_tiles, rank);
+}
+
+// The same tiles, but a pair takes two columns of one row tile wherever there are two: of weights that come as codes the
+// rows are what is heavy. The last of an odd number of columns goes two row tiles at once.
+GROUPED_HOST_DEVICE inline Tile two_columns_at(int item, int row_tiles, int col_tiles, int rank) {
+  constexpr int kWindow = 2 * kWindowPairs;
+  const int doubles = col_tiles / 2, across = row_tiles * doubles;
+  if (item < across) {
+    const int first = item / (kWindow * doubles) * kWindow, r = item - first * doubles;
+    const int rows = row_tiles - first < kWindow ? row_tiles - first : kWindow;
+    return {first + r % rows, 2 * (r / rows) + rank, true};
+  }
+  const int r = item - across;
+  if (2 * r + 1 == row_tiles) return {2 * r, col_tiles - 1 + rank, true};
+  return {2 * r + rank, col_tiles - 1, false};
 }
 
 // One CTA's share of a work item, handed through shared memory to the warps that load, multiply and store.
@@ -162,20 +177,23 @@ class Mailbox {
   uint32_t slot_ = 0, parity_ = 0;
 };
 
-// A warp's walk over groups: `find` takes rising items. Sizes are clamped as the contract says: negative counts as 0,
+struct FoundItem {
+  bool tile;  // false: past the last tile; `item` then counts from there, and `end` is the first tail row
+  int item;   // inside the group
+  int group, rows, end;
+};
+
+// A warp's walk over groups, by tiles of kRows rows: `find` takes rising items. Sizes are clamped as the contract says: negative counts as 0,
 // and no group reaches past row M.
+template <int kRows = kTileRows>
 class RowScan {
  public:
+  using Found = FoundItem;
+
   __device__ RowScan(const int32_t* sizes, int groups, int64_t max_rows, int col_tiles)
       : sizes_(sizes), groups_(groups), max_rows_(int(max_rows)), col_tiles_(col_tiles), lane_(threadIdx.x % 32) {
     next_ = lane_ < groups_ ? sizes_[lane_] : 0;
   }
-
-  struct Found {
-    bool tile;  // false: past the last tile; `item` then counts from there, and `end` is the first tail row
-    int item;   // inside the group
-    int group, rows, end;
-  };
 
   __device__ Found find(uint32_t item) {
     while (item >= window_items_ && base_ + 32 < groups_) advance();
@@ -202,7 +220,7 @@ class RowScan {
     start = start < max_rows_ ? start : max_rows_;
     rows_ = int(end - start);
     end_ = int(end);
-    items_ = uint32_t(pair_count((rows_ + kTileRows - 1) / kTileRows, col_tiles_));
+    items_ = uint32_t(pair_count((rows_ + kRows - 1) / kRows, col_tiles_));
     items_end_ = items_;
     for (int d = 1; d < 32; d *= 2) {
       const uint32_t up = __shfl_up_sync(~0u, items_end_, d);

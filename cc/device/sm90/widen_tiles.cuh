@@ -62,6 +62,11 @@ struct CodedBoxes {
   static __device__ bool from_codes(const Params& p, int block) {
     return block * kBlockK < p.low.first;
   }
+  // How many of so many blocks.
+  template <class Params>
+  static __device__ int coded_blocks(const Params& p, int blocks) {
+    return min(blocks, p.low.first / kBlockK);
+  }
   // Columns of a tile of which codes are loaded and widened, where so many are left.
   static __device__ int coded_cols(int left) {
     return left >= kCols ? kCols : (left + kCodedBox - 1) / kCodedBox * kCodedBox;

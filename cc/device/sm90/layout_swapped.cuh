@@ -1,0 +1,67 @@
+// Weights of 4-bit codes as the operand of wgmma that comes from registers: 64 columns of a tile are the 64 lines of
+// wgmma, and its rows, up to 256, are the columns of wgmma (operands swapped). Which column a line stands for is free;
+// it is chosen so that a lane finds its codes in few loads and its results lie together.
+//
+// A lane (l/4 = g, l%4 = t) owns lines g and g + 8 of its warp's 16. Arithmetic alone: tests/native/schedule_check.cc
+// follows every code on the CPU.
+#pragma once
+
+#include <cstdint>
+
+#include "cc/device/sm90/layout_pieces.cuh"
+#include "cc/math/code_pairs.h"
+
+namespace grouped::sm90 {
+
+constexpr int kSwappedRows = 256;
+constexpr int kSwappedCols = 64;  // of a warpgroup; a tile has two of them
+constexpr int kSwappedSteps = kBlockK / 16;
+
+// Where codes are contracted along their lines, which columns of a tile, 128, lines 0 to 7 and 8 to 15 of one of eight
+// warps stand for: neighbours; those of the first and of the second 64 columns; even and odd ones.
+enum class Lines { neighbours, halves, alternating };
+GROUPED_HOST_DEVICE constexpr int swapped_column(Lines lines, int warp, int line) {
+  return lines == Lines::neighbours ? warp * 16 + line
+         : lines == Lines::halves   ? line / 8 * kSwappedCols + warp * 8 + line % 8
+                                    : 2 * (warp * 8 + line % 8) + line / 8;
+}
+// Else two neighbouring columns are a byte: the lower code belongs to line g and the higher one to line g + 8.
+GROUPED_HOST_DEVICE constexpr int swapped_column_of_bytes(int warp, int line) {
+  return warp * 16 + line % 8 * 2 + line / 8;
+}
+
+// ---- codes contracted along lines: a lane needs byte t of each of four words, which are two steps ----
+
+// The codes that meet columns 2t, 2t + 1 and 8 on of both steps, as pairs.
+GROUPED_HOST_DEVICE inline void pairs_of_line(const uint32_t (&words)[4], int t, uint32_t (&to)[4]) {
+  const uint32_t select = uint32_t(t) * 0x11 + 0x40;
+  const uint32_t first = pairs::chosen_bytes(words[0], words[1], select);
+  const uint32_t second = pairs::chosen_bytes(words[2], words[3], select);
+  pairs::from_nibbles(pairs::chosen_bytes(first, second, 0x5410), to);
+}
+
+// ---- codes contracted across lines: two lines of 64 codes meet in a pair ----
+
+// Byte offset of a lane's byte of line 2t, in boxes of 64 codes by 64 lines; lines are 32 bytes apart, those of the same
+// lane 8 k on 256.
+GROUPED_HOST_DEVICE inline uint32_t swapped_byte_at(int warp, int g, int t) {
+  return warp / 4 * (kBlockK * 32) + nibbles_at(2 * t, warp / 2 % 2) + warp % 2 * 8 + g;
+}
+// Of two lines' bytes: the pairs of lines g and g + 8.
+GROUPED_HOST_DEVICE inline void pairs_of_bytes(uint32_t first, uint32_t second, uint32_t (&to)[2]) {
+  const uint32_t both = pairs::chosen_bytes(first, second, 0x5410);
+  to[0] = (both & 0x000f000fu) * 0x1040 & 0x81c081c0u;
+  to[1] = (both & 0x00f000f0u) * 0x0104 & 0x81c081c0u;
+}
+
+// ---- factors, which codes are multiplied with, as pairs of bfloat16, one for 16 codes ----
+
+constexpr int kFactorCodes = 16, kFactorBytes = 2048;  // of a block
+// Word of the factor of codes 16 i and on of a line's 64.
+GROUPED_HOST_DEVICE constexpr int factor_of_line(int line, int i) { return line * (kBlockK / kFactorCodes) + i; }
+// Half word of the factor of line `line` and of columns 16 i and on: those that a lane reads lie together.
+GROUPED_HOST_DEVICE constexpr int factor_across(int line, int i) {
+  return ((i * 4 + line % 8 / 2) * 8 + line / 8) * 2 + line % 2;
+}
+
+}  // namespace grouped::sm90

@@ -1,0 +1,357 @@
+// The pipeline of products whose weights come as 4-bit codes, in the shell of shell.cuh: CTA pairs, 256 rows by 128
+// columns a tile, operands swapped (layout_swapped.cuh).
+//
+//   loader                rows, of which a pair shares a tile, and codes, each CTA its own
+//   warps 2, 3            scales, asked for a block before, become factors
+//   warpgroups 1, 2       64 columns of every tile each. A unit of 32 k is two wgmmas of 64 columns x 256 rows x 16;
+//                         while they and those of the other warpgroup run, the fragments of the next unit are made
+//
+//   full[s]    3 arrivals: rows and weights, factors of each half     loader, warps 2 and 3 -> consumers
+//   empty[s]   1 arrival of each consumer warp, of both CTAs          consumers -> both loaders, warps 2 and 3
+//   work       empty 1 + 10 arrivals                                  scheduler -> loader, warps 2 and 3, consumers
+//
+// Warpgroups take no turns: two warps of a scheduler make fragments at once, which hides the latencies of one another.
+// While one warpgroup stores, the other runs ahead by what the ring holds. Registers of a consuming thread: 128 sums, 16
+// of two units' fragments, 24 words of a block's codes and factors.
+// Shared memory of a block, 1024 cycles of the tensor cores, of which each moves 128 bytes: rows written 32 KiB and read
+// by wgmma 64 KiB, codes 4 + 4 KiB, factors 4 + 2 KiB: 880 cycles.
+#pragma once
+
+#include "cc/device/sm90/ptx_register.cuh"
+#include "cc/device/sm90/swapped_codes.cuh"
+
+namespace grouped::sm90 {
+
+// Slots that the warps of a warpgroup fill together: kCount of them.
+template <int kCount, int kBytes>
+class SharedSlots {
+ public:
+  __device__ SharedSlots(uint32_t base, int consumer) : base_(base), name_(1 + consumer) {}
+
+  // Until the next `kTaken` slots are free, of which the first is returned; they lie next to one another.
+  template <int kTaken>
+  __device__ uint32_t take() {
+    static_assert(kCount % kTaken == 0);
+    if (leads()) ptx::store_wait_read<kCount / kTaken - 1>();
+    ptx::named_barrier<128>(name_);
+    const uint32_t slot = base_ + turn_ * kBytes;
+    turn_ = (turn_ + kTaken) % kCount;
+    return slot;
+  }
+  // Once all warps have written: `store()` by one thread.
+  template <class Store>
+  __device__ void send(Store store) const {
+    ptx::fence_async();
+    ptx::named_barrier<128>(name_);
+    if (!leads()) return;
+    store();
+    ptx::store_commit();
+  }
+  __device__ void finish() const {
+    if (leads()) ptx::store_wait_read<0>();
+    __syncwarp();
+  }
+
+ private:
+  static __device__ bool leads() { return threadIdx.x % 128 == 0; }
+
+  uint32_t base_;
+  int name_, turn_ = 0;
+};
+
+// Rows in boxes of 128, codes in boxes as the product has them. One lane loads, a stage in less time than it is
+// multiplied in, so what a tile's blocks share is computed once.
+constexpr int kRowsBox = 128, kRowsBoxBytes = 2 * kBlockBytes;
+
+template <class Product>
+struct SwappedLoads {
+  using Params = typename Product::Params;
+  using Shape = typename Product::Shape;
+  int blocks;
+  uint32_t bytes;  // of rows and codes
+  bool columns;    // else the tile is the empty half of an `across` pair
+  bool across;
+  int first, end;  // boxes that this CTA loads
+  ptx::Coords at;  // of the first one, but for k
+  typename Product::CodesAt codes;
+
+  __device__ SwappedLoads(const Params& p, const Work& work)
+      : blocks(work.k_blocks()), columns(work.col0 < p.cols), across(work.across), codes(p, work) {
+    const int boxes = work.valid_rows > kRowsBox ? 2 : 1, rank = int(ptx::cluster_rank());
+    bytes = boxes * kRowsBoxBytes + (columns ? Shape::kCodesBytes : 0);
+    first = across ? rank : 0;
+    end = across && rank < boxes ? rank + 1 : boxes;
+    at = ragged_at(work, 0, first * kRowsBox);
+  }
+  __device__ void load(const Params& p, const Work& work, int block, uint32_t rank, uint32_t stage,
+                       uint32_t full) const {
+    const int k = block * kBlockK;
+    const bool low = k >= p.low.first;
+    const CUtensorMap* rows = low ? &p.low.lhs : &p.lhs;
+    ptx::Coords from = at;
+    from.c[0] = low ? k - p.low.first : k;
+    for (int i = first; i < end; ++i, from.c[1] += kRowsBox) {
+      if (across) {
+        ptx::tensor_load_multicast(stage + i * kRowsBoxBytes, rows, from, full, kBothCtas);
+      } else {
+        ptx::tensor_load(stage + i * kRowsBoxBytes, rows, from, full);
+      }
+    }
+    if (!columns) return;
+    if (!low) {
+      codes.load(p, k, stage + Shape::kCodesAt, full);
+    } else {
+      // The bytes of codes are waited for already.
+      ptx::barrier_expect(full, Product::rhs_bytes(p.cols - work.col0) - Shape::kCodesBytes);
+      Product::load_rhs(p, work, FromLow(p.low, work, k), rank, stage + Shape::kCodesAt, full);
+    }
+  }
+};
+
+// Multiplies a warpgroup's columns of one tile, its first kRows rows. Leaves the sums complete and all blocks released.
+template <class Product, int kRows>
+__device__ inline void multiply_swapped(const typename Product::Params& p, const Shell<typename Product::Shape>& shell,
+                                        const Work& work, int warp, float (&acc)[kSwappedRows / 2],
+                                        Ring<Product::Shape::kStages>& ring) {
+  using Shape = typename Product::Shape;
+  using Blocks = SwappedBlocks<Shape, Product::kRhsMajor, Product::kLines>;
+  const Blocks lane(warp);
+  const uint64_t rows = descriptor(shell.shared, Major::k);
+  const bool nvfp4 = p.coded.codes == pairs::Codes::nvfp4;
+  int left = work.k_blocks();
+  const int low_blocks = left - Product::coded_blocks(p, left);
+  uint32_t second = 0, before = ring.slot;
+  Fragments a[2];
+  typename Blocks::Words words;
+  const auto begin = [&] {
+    ptx::barrier_wait(shell.full(ring.slot), ring.parity);
+    lane.load(shell.stage(ring.slot), words);
+    if (!nvfp4) {
+      uint32_t of_other;
+      ptx::load_words_v2(shell.shared + Shape::kSecondUsedAt + 8 * ring.slot, second, of_other);
+      second |= of_other;
+    }
+  };
+  const auto widen = [&](int unit) {
+    lane.widen(words, unit, a[unit]);
+    const auto multiply = [&] {
+#pragma unroll
+      for (int i = 0; i < 4 * kUnitSteps; ++i) {
+        uint32_t& pair = a[unit][i / 4][i % 4];
+        pair = pairs::times(pair, Blocks::factor(words, kUnitSteps * unit + i / 4, i % 4));
+      }
+    };
+    multiply();
+    if (second != 0) {
+      lane.load_factors(shell.stage(ring.slot) + Shape::kSecondAt, words);
+      multiply();
+      if (unit == 0) lane.load_factors(shell.stage(ring.slot) + Shape::kFactorsAt, words);
+    }
+  };
+  const auto issue = [&](const uint32_t (&of_step)[4], uint32_t slot, int step) {
+    ptx::wgmma_register<kRows, false>(
+        reinterpret_cast<float (&)[kRows / 2]>(acc), of_step,
+        rows + uint64_t(slot * (Shape::kStageBytes >> 4)) + step * descriptor_step(Major::k));
+  };
+  const auto issue_unit = [&](uint32_t slot, int unit) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kUnitSteps; ++i) issue(a[unit][i], slot, kUnitSteps * unit + i);
+    ptx::wgmma_commit();
+  };
+  const auto release = [&](uint32_t slot) {
+    if (shell.lane < 2) ptx::barrier_arrive_peer(shell.empty(slot), shell.lane);
+  };
+
+  begin();
+  widen(0);
+  while (true) {
+    const uint32_t slot = ring.slot;
+    issue_unit(slot, 0);
+    ptx::wgmma_wait<1>();
+    if (before != slot) release(before);
+    widen(1);
+    before = slot;
+    ring.advance();
+    const bool more = --left != low_blocks;
+    if (more) begin();
+    issue_unit(slot, 1);
+    if (!more) break;
+    ptx::wgmma_wait<1>();
+    widen(0);
+  }
+  ptx::wgmma_wait<0>();
+  release(before);
+  if (nvfp4) device::scale_sums(acc, float(1 << kE4M3Shift));
+#pragma unroll 1
+  for (int depth = work.length - p.low.first; left > 0; --left, depth -= kBlockK) {
+    ptx::barrier_wait(shell.full(ring.slot), ring.parity);
+#pragma unroll 1
+    for (int step = 0; step < kSwappedSteps && 16 * step < depth; ++step) {
+      lane.load_low(shell.stage(ring.slot), step, a[0][0]);
+      ptx::wgmma_fence();
+      issue(a[0][0], ring.slot, step);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+    }
+    release(ring.slot);
+    ring.advance();
+  }
+}
+
+template <class Product>
+struct SwappedPipeline : PairedPipeline<Product> {
+  using typename PairedPipeline<Product>::Params;
+  using typename PairedPipeline<Product>::Shape;
+  using Loads = SwappedLoads<Product>;
+  using GroupSlots = SharedSlots<4 * Shape::kSlots, Shape::WarpSlots::kBytes / Shape::kSlots>;
+
+  static __device__ RingArrivals rings(const Params&) { return {3, 2 * kConsumerWarps, kConsumerWarps + 2}; }
+  static __device__ void init(const Shell<Shape>) {}
+  static __device__ void fill(uint8_t*) {}
+
+  static __device__ __forceinline__ void help(const Params& p, const Shell<Shape> shell, int warp) {
+    if (p.coded.codes == pairs::Codes::nvfp4) {
+      make_factors<pairs::Codes::nvfp4, Product>(p, shell, warp - 2);
+    } else {
+      make_factors<pairs::Codes::mxfp4, Product>(p, shell, warp - 2);
+    }
+  }
+
+  static __device__ __forceinline__ void work(const Params& p, const Shell<Shape> shell, int warp) {
+    ptx::set_max_registers_up<Shape::kConsumerRegisters>();
+    const int consumer = warp / 4 - 1;
+    WorkReader<Shape, true> reader(shell.barriers, shell.items);
+    Ring<Shape::kStages> ring;
+    GroupSlots slots(shell.slots(4 * consumer).base, consumer);
+    for (;; reader.release()) {
+      const Work& work = reader.get();
+      if (work.kind == Work::kDone) break;
+      if (work.kind == Work::kTail) {
+        Product::clear_tail(p, work, shell.rank, threadIdx.x - 128);
+        continue;
+      }
+      if (Product::columns_left(p, work, consumer) <= 0) {  // others wait for this warpgroup
+        for (int b = 0; b < work.k_blocks(); ++b) {
+          ptx::barrier_wait(shell.full(ring.slot), ring.parity);
+          __syncwarp();
+          if (shell.lane < 2) ptx::barrier_arrive_peer(shell.empty(ring.slot), shell.lane);
+          ring.advance();
+        }
+        continue;
+      }
+      float acc[kSwappedRows / 2];
+#pragma unroll
+      for (float& sum : acc) sum = 0;
+      const auto multiply = [&](auto rows) {
+        multiply_swapped<Product, decltype(rows)::value>(p, shell, work, warp - 4, acc, ring);
+      };
+      if (work.valid_rows > 192) {
+        multiply(std::integral_constant<int, 256>{});
+      } else if (work.valid_rows > 128) {
+        multiply(std::integral_constant<int, 192>{});
+      } else if (work.valid_rows > 64) {
+        multiply(std::integral_constant<int, 128>{});
+      } else {
+        multiply(std::integral_constant<int, 64>{});
+      }
+      Product::store_swapped(p, work, warp - 4, acc, slots);
+    }
+    slots.finish();
+  }
+};
+
+template <class Product>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    swapped_product_sm90(const __grid_constant__ typename Product::Params p) {
+  run_shell<Product, SwappedPipeline>(p);
+}
+
+// ---- epilogue ----
+
+// The column of a tile that a lane has at line g + 8 b.
+template <class Product>
+__device__ inline int swapped_column_of(int warp, int b) {
+  const int line = threadIdx.x % 32 / 4 + 8 * b;
+  if constexpr (Product::kRhsMajor == Major::k) {
+    return swapped_column(Product::kLines, warp, line);
+  } else {
+    return swapped_column_of_bytes(warp, line);
+  }
+}
+
+// Scales of this lane's rows 8 j + 2t and 1 on of a tile; 1 past the group's last.
+__device__ inline void swapped_row_scales(const float* of_rows, const Work& work, int j, float (&scale)[2]) {
+  scale[0] = scale[1] = 1;
+  if (of_rows == nullptr) return;
+  of_rows += work.end - work.rows + work.row0;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const int row = 8 * j + 2 * (threadIdx.x % 4) + e;
+    if (row < work.valid_rows) scale[e] = __ldg(of_rows + row);
+  }
+}
+
+// Ends and stores a warpgroup's columns of a tile: bias, row scale, one rounding; 16 rows at a time, from slots of 16
+// rows by 128 bytes.
+template <class Product, class Bias, class Out, class Params, class Slots_>
+__device__ inline void store_swapped_tile(const Params& p, const Work& work, int warp, float (&acc)[kSwappedRows / 2],
+                                          Slots_& slots) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int col0 = work.col0 + warp / 4 * kSwappedCols, cols = p.cols - col0;
+  const char* bias = device::bias_at<Bias>(p, work.group, p.first_col + col0);
+  int column[2];
+  float of_column[2] = {};
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    column[b] = swapped_column_of<Product>(warp, b) % kSwappedCols;
+    if (bias != nullptr && column[b] < cols) of_column[b] = Bias::value(p, bias, column[b]);
+  }
+  const bool plain = bias == nullptr && p.row_scale == nullptr;
+#pragma unroll
+  for (int i = 0; i < kSwappedRows / 16; ++i) {
+    if (16 * i >= work.valid_rows) break;
+    constexpr int kTaken = sizeof(Out) / 2;
+    const uint32_t slot = slots.template take<kTaken>();
+    float (&v)[8] = reinterpret_cast<float (&)[8]>(acc[8 * i]);  // [8 rows][column][row]
+    if (!plain) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float scale[2];
+        swapped_row_scales(p.row_scale, work, 2 * i + j, scale);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          v[4 * j + e] = device::ended(v[4 * j + e], scale[e % 2], of_column[e / 2], p.scale_bias);
+        }
+      }
+    }
+    if constexpr (sizeof(Out) == 4) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const int col = column[e % 4 / 2], row = 8 * (e / 4) + 2 * t + e % 2;
+        ptx::store_shared(slot + col / 32 * kSlotBytes + row * 128 + ((col % 32 / 4) ^ (row % 8)) * 16 + col % 4 * 4,
+                          __float_as_uint(v[e]));
+      }
+    } else if constexpr (Product::kRhsMajor == Major::k) {
+      const int row = lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
+      ptx::store_transposed_x4(slot + row * 128 + (chunk ^ (row % 8)) * 16, pack2<Out>(v[0], v[1]),
+                               pack2<Out>(v[2], v[3]), pack2<Out>(v[4], v[5]), pack2<Out>(v[6], v[7]));
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row = 8 * (e / 2) + 2 * t + e % 2, chunk = warp % 4 * 2 + g / 4;
+        ptx::store_shared(slot + row * 128 + (chunk ^ (row % 8)) * 16 + g % 4 * 4,
+                          pack2<Out>(v[4 * (e / 2) + e % 2], v[4 * (e / 2) + 2 + e % 2]));
+      }
+    }
+    slots.send([&] {
+      const ptx::Coords at = ragged_at(work, col0, 16 * i);
+#pragma unroll
+      for (int half = 0; half < kTaken; ++half) {
+        ptx::tensor_store(&p.out, {{at.c[0] + 32 * half, at.c[1], at.c[2], at.c[3]}}, slot + half * kSlotBytes);
+      }
+    });
+  }
+}
+
+}  // namespace grouped::sm90

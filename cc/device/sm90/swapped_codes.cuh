@@ -1,0 +1,277 @@
+// Tiles with swapped operands (layout_swapped.cuh): how the warps that multiply turn codes into fragments, and how the
+// warp that feeds them turns scales into factors.
+#pragma once
+
+#include "cc/device/sm90/coded_weights.cuh"
+#include "cc/device/sm90/layout_swapped.cuh"
+#include "cc/device/sm90/pipeline.cuh"
+
+namespace grouped::sm90 {
+
+constexpr int kE4M3Shift = 8;  // see first_factor
+
+// 256 rows by 128 columns. A stage holds rows, codes or else numbers of a low-rank product, factors.
+template <int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes>
+struct SwappedShape : ShellShape<6 * kBlockBytes + 2 * kFactorBytes, kStages_, kSlots_, kSlotBytes_> {
+  using Base = ShellShape<6 * kBlockBytes + 2 * kFactorBytes, kStages_, kSlots_, kSlotBytes_>;
+  static constexpr int kCols = 2 * kSwappedCols, kSets = 0;
+  static constexpr int kCodesAt = 4 * kBlockBytes, kCodesBytes = kCols * 32;  // in a stage
+  static constexpr int kFactorsAt = 6 * kBlockBytes, kSecondAt = kFactorsAt + kFactorBytes;
+  static constexpr int kSecondUsedAt = Base::kSharedBytes;  // words for each stage: whether some is not 1, one a half
+  static constexpr int kSharedBytes = kSecondUsedAt + 8 * kStages_;
+  static_assert(kSharedBytes <= kSharedLimit);
+
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+};
+
+// The fragments of a unit, half of a block: [step][register].
+constexpr int kUnitSteps = kSwappedSteps / 2;
+using Fragments = uint32_t[kUnitSteps][4];
+
+// Scales of E4M3 are made smaller by 2^8, which sums make good: with the exponent that codes lack they may exceed
+// bfloat16 otherwise.
+template <pairs::Codes kCodes>
+__device__ inline uint32_t first_factor(uint32_t scale) {
+  const pairs::Factor both = pairs::factor_of<kCodes>(scale);
+  if (kCodes != pairs::Codes::nvfp4) return both.first;
+  return pairs::times(both.second, pairs::power_of_two(pairs::bias_of(kCodes) - kE4M3Shift));
+}
+
+// What a lane reads of stages: `warp` is one of 8, `stage` the address of a stage. Register 2 i + b of a fragment has
+// columns 2t, 2t + 1 and 8 i on of wgmma's 16, in line g + 8 b.
+template <class Shape, Major kMajor, Lines kLines>
+class SwappedBlocks;
+
+template <class Shape, Lines kLines>
+class SwappedBlocks<Shape, Major::k, kLines> {
+ public:
+  struct Words {
+    uint32_t codes[2][2][4];  // [line g, g + 8][two steps]
+    uint32_t factors[2][4];   // of a step each
+  };
+
+  __device__ explicit SwappedBlocks(int warp) : warp_(warp) {
+    const int line = swapped_column(kLines, warp, threadIdx.x % 32 / 4);
+    codes_ = Shape::kCodesAt + nibbles_at(line, 0);
+    factors_ = 4 * factor_of_line(line, 0);
+  }
+
+  __device__ void load(uint32_t stage, Words& words) const {
+    const uint32_t from = stage + codes_;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      ptx::load_shared_v4((from ^ (16 * (i / 2))) + further(i % 2) * 32, words.codes[i % 2][i / 2]);
+    }
+    load_factors(stage + Shape::kFactorsAt, words);
+  }
+  __device__ void load_factors(uint32_t factors, Words& words) const {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      ptx::load_shared_v4(factors + factors_ + 4 * factor_of_line(further(b), 0), words.factors[b]);
+    }
+  }
+  __device__ void widen(const Words& words, int unit, Fragments& a) const {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      uint32_t of_line[4];
+      pairs_of_line(words.codes[b][unit], threadIdx.x % 4, of_line);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a[j / 2][b + 2 * (j % 2)] = of_line[j];
+    }
+  }
+  static __device__ uint32_t factor(const Words& words, int step, int i) { return words.factors[i % 2][step]; }
+  // Numbers of a low-rank product, K-major as TMA writes them.
+  __device__ void load_low(uint32_t stage, int step, uint32_t (&a)[4]) const {
+    const int lane = threadIdx.x % 32, row = swapped_column(kLines, warp_, lane % 16);
+    ptx::load_matrix_x4(stage + Shape::kCodesAt + row * 128 + ((2 * step + lane / 16) ^ (row % 8)) * 16, a);
+  }
+
+ private:
+  static constexpr __device__ int further(int b) { return swapped_column(kLines, 0, 8 * b); }
+
+  int warp_;
+  uint32_t codes_, factors_;
+};
+
+template <class Shape, Lines kLines>
+class SwappedBlocks<Shape, Major::mn, kLines> {
+ public:
+  struct Words {
+    uint32_t codes[8][2];  // [8 k][line 2t, 2t + 1]
+    uint32_t factors[8];
+  };
+
+  __device__ explicit SwappedBlocks(int warp) : warp_(warp) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    codes_ = Shape::kCodesAt + swapped_byte_at(warp, g, t);
+    factors_ = 2 * factor_across(2 * t, warp);
+  }
+
+  __device__ void load(uint32_t stage, Words& words) const {
+    const uint32_t from = stage + codes_;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) words.codes[i / 2][i % 2] = ptx::load_shared_byte(from + (i / 2 * 8 + i % 2) * 32);
+    load_factors(stage + Shape::kFactorsAt, words);
+  }
+  __device__ void load_factors(uint32_t factors, Words& words) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      ptx::load_shared_v4(factors + factors_ + 16 * i, reinterpret_cast<uint32_t (&)[4]>(words.factors[4 * i]));
+    }
+  }
+  __device__ void widen(const Words& words, int unit, Fragments& a) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t of_lines[2];
+      pairs_of_bytes(words.codes[4 * unit + i][0], words.codes[4 * unit + i][1], of_lines);
+#pragma unroll
+      for (int b = 0; b < 2; ++b) a[i / 2][b + 2 * (i % 2)] = of_lines[b];
+    }
+  }
+  static __device__ uint32_t factor(const Words& words, int step, int i) { return words.factors[2 * step + i / 2]; }
+  // MN-major: two neighbouring columns of a line are this lane's.
+  __device__ void load_low(uint32_t stage, int step, uint32_t (&a)[4]) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, chunk = warp_ % 4 * 2 + g / 4;
+    const uint32_t from = stage + Shape::kCodesAt + warp_ / 4 * kBlockBytes + g % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t lines[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int k = 16 * step + 8 * i + 2 * t + e;
+        lines[e] = ptx::load_shared_word(from + k * 128 + (chunk ^ (k % 8)) * 16);
+      }
+      a[2 * i] = __byte_perm(lines[0], lines[1], 0x5410);
+      a[2 * i + 1] = __byte_perm(lines[0], lines[1], 0x7632);
+    }
+  }
+
+ private:
+  int warp_;
+  uint32_t codes_, factors_;
+};
+
+// ---- factors ----
+
+// The scales that a lane turns into factors: of two lines of 64 codes, which belong to one half of a tile's columns. What
+// lies behind the last line or code takes the last one's.
+template <pairs::Codes kCodes, Major kMajor>
+class ScalesOfBlocks {
+  static constexpr bool kAlong = kMajor == Major::k;
+  static constexpr int kBlock = pairs::block_of(kCodes), kRepeat = kBlock / kFactorCodes;
+  static constexpr int kLines = 2, kOfLine = 64 / kBlock;
+  static_assert(kBlockK == 64 && kSwappedCols == 64);
+
+ public:
+  // `line(i)` is the weights' line of column i (Major::k), `first` the code of a line that is the first column
+  // (Major::mn).
+  template <class Line>
+  __device__ ScalesOfBlocks(const CodedWeights& w, int group, int half, int first, Line line)
+      : lane_(threadIdx.x % 32), half_(half) {
+    const uint8_t* of_group = w.scales + uint32_t(group) * w.scale_slice;
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+      from_[i] = of_group;
+      if constexpr (kAlong) from_[i] += uint32_t(min(line(line_of(i)), w.lines - 1) >> w.line_shift) * w.scale_line;
+    }
+    first_ = kAlong ? 0 : (first + half * kSwappedCols) / kBlock;
+    last_ = (w.line - 1) / kBlock;
+  }
+  // Asks for those of the block at k.
+  __device__ void load(const CodedWeights& w, int k) {
+    const int first = kAlong ? k / kBlock : first_;
+    const bool whole = first + kOfLine - 1 <= last_;
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+      const uint8_t* from = from_[i];
+      if constexpr (!kAlong) from += uint32_t(min(k + lane_ + 32 * i, w.lines - 1) >> w.line_shift) * w.scale_line;
+      if (whole) {
+        from += first;
+#pragma unroll
+        for (int j = 0; j < kOfLine; ++j) held_[i][j] = __ldg(from + j);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kOfLine; ++j) held_[i][j] = __ldg(from + min(first + j, last_));
+      }
+    }
+  }
+  // Writes the factors of the block that was asked for. Returns whether some second one may not be 1.
+  __device__ bool write(uint32_t factors, uint32_t second) const {
+    write_all(factors, [](uint32_t scale) { return first_factor<kCodes>(scale); });
+    if constexpr (pairs::may_need_second(kCodes)) {
+      write_all(second, [](uint32_t scale) { return pairs::factor_of<kCodes>(scale).second; });
+      static_assert(pairs::largest_of_one<kCodes>() >= 127, "a scale below 128 needs no second factor");
+      uint32_t bits = 0;
+#pragma unroll
+      for (int i = 0; i < kLines * kOfLine; ++i) bits |= held_[i / kOfLine][i % kOfLine];
+      return __any_sync(~0u, bits >= 128);
+    }
+    return false;
+  }
+
+ private:
+  __device__ int line_of(int i) const { return half_ * kSwappedCols + lane_ + 32 * i; }
+
+  template <class Make>
+  __device__ void write_all(uint32_t to, Make make) const {
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+      uint32_t made[kOfLine];
+#pragma unroll
+      for (int j = 0; j < kOfLine; ++j) made[j] = make(held_[i][j]);
+      if constexpr (kAlong) {
+        const uint32_t words[4] = {made[0], made[1 / kRepeat], made[2 / kRepeat], made[3 / kRepeat]};
+        ptx::store_shared_v4(to + 4 * factor_of_line(line_of(i), 0), words);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kSwappedCols / kFactorCodes; ++j) {
+          ptx::store_shared_half(to + 2 * factor_across(lane_ + 32 * i, 4 * half_ + j), made[j / kRepeat]);
+        }
+      }
+    }
+  }
+
+  int lane_, half_, first_, last_;
+  const uint8_t* from_[kLines];
+  uint32_t held_[kLines][kOfLine];
+};
+
+// The whole life of warps 2 and 3, each for one half of a tile's columns.
+template <pairs::Codes kCodes, class Product>
+__device__ inline void make_factors(const typename Product::Params& p, const Shell<typename Product::Shape>& shell,
+                                    int half) {
+  using Shape = typename Product::Shape;
+  const CodedWeights& w = p.coded;
+  WorkReader<Shape, true> reader(shell.barriers, shell.items);
+  Ring<Shape::kStages> ring;
+  while (true) {
+    const Work& work = reader.get();
+    const int kind = work.kind, blocks = work.k_blocks();
+    const int coded = work.col0 < p.cols ? Product::coded_blocks(p, blocks) : 0;
+    if (kind == Work::kDone) return;
+    ScalesOfBlocks<kCodes, Product::kRhsMajor> scales(
+        w, work.group, half, work.col0, [&](int col) { return Product::coded_column(p, work, col); });
+    reader.release();
+    if (kind != Work::kTile) continue;
+    if (coded > 0) scales.load(w, 0);
+#pragma unroll 1
+    for (int b = 0; b < blocks; ++b) {
+      ptx::barrier_wait(shell.empty(ring.slot), ring.parity ^ 1);
+      if (b < coded) {
+        const uint32_t stage = shell.stage(ring.slot);
+        const bool second = scales.write(stage + Shape::kFactorsAt, stage + Shape::kSecondAt);
+        if (b + 1 < coded) scales.load(w, (b + 1) * kBlockK);
+        if constexpr (pairs::may_need_second(kCodes)) {
+          if (shell.lane == 0) {
+            ptx::store_shared(shell.shared + Shape::kSecondUsedAt + 8 * ring.slot + 4 * half, second);
+          }
+        }
+      }
+      __syncwarp();
+      if (shell.lane == 0) ptx::barrier_arrive(shell.full(ring.slot));
+      ring.advance();
+    }
+  }
+}
+
+}  // namespace grouped::sm90
