@@ -21,8 +21,8 @@ inline constexpr TileChoice kNarrow = {64, 7, 2};
 // With an activation a slot is half as large, and three of them take turns.
 inline constexpr TileChoice kWithActivation = {192, 5, 3};
 
-// Where weights come as codes of 4 bits, for tiles with swapped operands; a pair of warps has twice as many slots.
-inline constexpr TileChoice kSwapped = {128, 4, 1};
+// Where weights come as codes of 4 bits, for tiles of 256 rows with swapped operands, whose slots are half as large.
+inline constexpr TileChoice kSwapped = {128, 4, 2};
 // Where weights come as codes of 8 bits, which lie in the stages beside what they are widened to.
 inline constexpr TileChoice kCodedBytes = {192, 4, 1};
 inline constexpr TileChoice kCodedNibblesWithActivation = {192, 4, 3};

@@ -16,7 +16,7 @@ struct CodedRowsParams : HalvesParams {
   const float* factors;  // [groups]: scales of groups, or null
 };
 
-using NibbleTile = SwappedShape<kSwapped.stages, kSwapped.slots>;
+using NibbleTile = SwappedShape<kSwapped.stages, kSwapped.slots, kSwappedSlotBytes>;
 using ByteTile = CodedTileShape<false, kCodedBytes.cols, kCodedBytes.stages, kCodedBytes.slots>;
 
 // Codes of 8 bits, which are widened in shared memory.
@@ -70,6 +70,7 @@ struct NibbleRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, NibbleTile>
     return p.cols - work.col0 - consumer * kSwappedCols;
   }
 
+  static __device__ auto slots(const Shell<Shape>& shell, int warp) { return shell.slots(warp); }
   template <class Slots_>
   static __device__ void store_swapped(const Params& p, const Work& work, int warp, float (&acc)[kSwappedRows / 2],
                                        Slots_& slots) {
@@ -85,7 +86,7 @@ void launch_nibbles_major(const GroupedMatmul& call, CodedRowsParams p, void* st
   p.coded = coded_weights(call, kWeights == Major::k ? Product::Shape::kCols : kBlockK);
   p.lhs = map_of_rows(call.lhs, kRowsBox);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length, kRowsBox);
-  map_result(call, &p);
+  map_result(call, &p, 16, swapped_slot_rows<Out>());
   launch_rows_product<Product>(swapped_product_sm90<Product>, p, stream);
 }
 

@@ -47,10 +47,6 @@ class SharedSlots {
     store();
     ptx::store_commit();
   }
-  __device__ void finish() const {
-    if (leads()) ptx::store_wait_read<0>();
-    __syncwarp();
-  }
 
  private:
   static __device__ bool leads() { return threadIdx.x % 128 == 0; }
@@ -117,22 +113,16 @@ __device__ inline void multiply_swapped(const typename Product::Params& p, const
   using Blocks = SwappedBlocks<Shape, Product::kRhsMajor, Product::kLines>;
   const Blocks lane(warp);
   const uint64_t rows = descriptor(shell.shared, Major::k);
-  const bool nvfp4 = p.coded.codes == pairs::Codes::nvfp4;
   int left = work.k_blocks();
   const int low_blocks = left - Product::coded_blocks(p, left);
-  uint32_t second = 0, before = ring.slot;
+  uint32_t second[2], before = ring.slot;
   Fragments a[2];
   typename Blocks::Words words;
-  const auto begin = [&] {
-    ptx::barrier_wait(shell.full(ring.slot), ring.parity);
-    lane.load(shell.stage(ring.slot), words);
-    if (!nvfp4) {
-      uint32_t of_other;
-      ptx::load_words_v2(shell.shared + Shape::kSecondUsedAt + 8 * ring.slot, second, of_other);
-      second |= of_other;
-    }
+  const auto load = [&](uint32_t full, uint32_t stage) {
+    lane.load(stage, words);
+    ptx::load_words_v2(full + (Shape::kSecondUsedAt - Shape::kBarriersAt - 8 * Shape::kFull), second[0], second[1]);
   };
-  const auto widen = [&](int unit) {
+  const auto widen = [&](int unit, uint32_t stage) {
     lane.widen(words, unit, a[unit]);
     const auto multiply = [&] {
 #pragma unroll
@@ -142,10 +132,10 @@ __device__ inline void multiply_swapped(const typename Product::Params& p, const
       }
     };
     multiply();
-    if (second != 0) {
-      lane.load_factors(shell.stage(ring.slot) + Shape::kSecondAt, words);
+    if ((second[0] | second[1]) != 0) {
+      lane.load_factors(stage + Shape::kSecondAt, words);
       multiply();
-      if (unit == 0) lane.load_factors(shell.stage(ring.slot) + Shape::kFactorsAt, words);
+      if (unit == 0) lane.load_factors(stage + Shape::kFactorsAt, words);
     }
   };
   const auto issue = [&](const uint32_t (&of_step)[4], uint32_t slot, int step) {
@@ -163,26 +153,33 @@ __device__ inline void multiply_swapped(const typename Product::Params& p, const
     if (shell.lane < 2) ptx::barrier_arrive_peer(shell.empty(slot), shell.lane);
   };
 
-  begin();
-  widen(0);
+  uint32_t stage = shell.stage(ring.slot);
+  ptx::barrier_wait(shell.full(ring.slot), ring.parity);
+  load(shell.full(ring.slot), stage);
+  widen(0, stage);
   while (true) {
     const uint32_t slot = ring.slot;
+    ring.advance();
+    const uint32_t next_full = shell.full(ring.slot), next_stage = shell.stage(ring.slot);  // long before their use
+    const bool more = --left != low_blocks;
     issue_unit(slot, 0);
     ptx::wgmma_wait<1>();
     if (before != slot) release(before);
-    widen(1);
     before = slot;
-    ring.advance();
-    const bool more = --left != low_blocks;
-    if (more) begin();
+    widen(1, stage);
+    if (more) {
+      ptx::barrier_wait(next_full, ring.parity);
+      load(next_full, next_stage);
+    }
     issue_unit(slot, 1);
     if (!more) break;
     ptx::wgmma_wait<1>();
-    widen(0);
+    stage = next_stage;
+    widen(0, stage);
   }
   ptx::wgmma_wait<0>();
   release(before);
-  if (nvfp4) device::scale_sums(acc, float(1 << kE4M3Shift));
+  if (p.coded.codes == pairs::Codes::nvfp4) device::scale_sums(acc, float(1 << kE4M3Shift));
 #pragma unroll 1
   for (int depth = work.length - p.low.first; left > 0; --left, depth -= kBlockK) {
     ptx::barrier_wait(shell.full(ring.slot), ring.parity);
@@ -204,7 +201,6 @@ struct SwappedPipeline : PairedPipeline<Product> {
   using typename PairedPipeline<Product>::Params;
   using typename PairedPipeline<Product>::Shape;
   using Loads = SwappedLoads<Product>;
-  using GroupSlots = SharedSlots<4 * Shape::kSlots, Shape::WarpSlots::kBytes / Shape::kSlots>;
 
   static __device__ RingArrivals rings(const Params&) { return {3, 2 * kConsumerWarps, kConsumerWarps + 2}; }
   static __device__ void init(const Shell<Shape>) {}
@@ -223,7 +219,7 @@ struct SwappedPipeline : PairedPipeline<Product> {
     const int consumer = warp / 4 - 1;
     WorkReader<Shape, true> reader(shell.barriers, shell.items);
     Ring<Shape::kStages> ring;
-    GroupSlots slots(shell.slots(4 * consumer).base, consumer);
+    auto slots = Product::slots(shell, warp - 4);
     for (;; reader.release()) {
       const Work& work = reader.get();
       if (work.kind == Work::kDone) break;
@@ -257,7 +253,7 @@ struct SwappedPipeline : PairedPipeline<Product> {
       }
       Product::store_swapped(p, work, warp - 4, acc, slots);
     }
-    slots.finish();
+    shell.finish_stores();
   }
 };
 
@@ -292,65 +288,72 @@ __device__ inline void swapped_row_scales(const float* of_rows, const Work& work
   }
 }
 
-// Ends and stores a warpgroup's columns of a tile: bias, row scale, one rounding; 16 rows at a time, from slots of 16
-// rows by 128 bytes.
+// Ends and stores a warp's 16 columns of a tile: bias, row scale, one rounding; from slots that hold 16 columns.
+constexpr int kSwappedSlotBytes = 1024;
+template <class Out>
+constexpr int swapped_slot_rows() {
+  return kSwappedSlotBytes / (16 * int(sizeof(Out)));
+}
 template <class Product, class Bias, class Out, class Params, class Slots_>
 __device__ inline void store_swapped_tile(const Params& p, const Work& work, int warp, float (&acc)[kSwappedRows / 2],
                                           Slots_& slots) {
+  constexpr int kRows = swapped_slot_rows<Out>();
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int col0 = work.col0 + warp / 4 * kSwappedCols, cols = p.cols - col0;
+  const int col0 = work.col0 + 16 * warp, cols = p.cols - col0;  // of a warp's columns, which neighbour one another
+  if (cols <= 0) return;
   const char* bias = device::bias_at<Bias>(p, work.group, p.first_col + col0);
   int column[2];
   float of_column[2] = {};
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
-    column[b] = swapped_column_of<Product>(warp, b) % kSwappedCols;
+    column[b] = swapped_column_of<Product>(warp, b) % 16;
     if (bias != nullptr && column[b] < cols) of_column[b] = Bias::value(p, bias, column[b]);
   }
   const bool plain = bias == nullptr && p.row_scale == nullptr;
 #pragma unroll
-  for (int i = 0; i < kSwappedRows / 16; ++i) {
-    if (16 * i >= work.valid_rows) break;
-    constexpr int kTaken = sizeof(Out) / 2;
-    const uint32_t slot = slots.template take<kTaken>();
-    float (&v)[8] = reinterpret_cast<float (&)[8]>(acc[8 * i]);  // [8 rows][column][row]
+  for (int row0 = 0; row0 < kSwappedRows; row0 += kRows) {
+    if (row0 >= work.valid_rows) break;
+    slots.wait_free();
+    const uint32_t slot = slots.address();
     if (!plain) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
+      for (int j = 0; j < kRows / 8; ++j) {
         float scale[2];
-        swapped_row_scales(p.row_scale, work, 2 * i + j, scale);
+        swapped_row_scales(p.row_scale, work, row0 / 8 + j, scale);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          v[4 * j + e] = device::ended(v[4 * j + e], scale[e % 2], of_column[e / 2], p.scale_bias);
+          float& sum = acc[(row0 + 8 * j) / 2 + e];
+          sum = device::ended(sum, scale[e % 2], of_column[e / 2], p.scale_bias);
         }
       }
     }
-    if constexpr (sizeof(Out) == 4) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const int col = column[e % 4 / 2], row = 8 * (e / 4) + 2 * t + e % 2;
-        ptx::store_shared(slot + col / 32 * kSlotBytes + row * 128 + ((col % 32 / 4) ^ (row % 8)) * 16 + col % 4 * 4,
-                          __float_as_uint(v[e]));
-      }
-    } else if constexpr (Product::kRhsMajor == Major::k) {
-      const int row = lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
-      ptx::store_transposed_x4(slot + row * 128 + (chunk ^ (row % 8)) * 16, pack2<Out>(v[0], v[1]),
-                               pack2<Out>(v[2], v[3]), pack2<Out>(v[4], v[5]), pack2<Out>(v[6], v[7]));
-    } else {
+    for (int j = 0; j < kRows / 8; ++j) {
+      const float* v = &acc[(row0 + 8 * j) / 2];  // [column][row]
+      if constexpr (sizeof(Out) == 4) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = 8 * (e / 2) + 2 * t + e % 2, chunk = warp % 4 * 2 + g / 4;
-        ptx::store_shared(slot + row * 128 + (chunk ^ (row % 8)) * 16 + g % 4 * 4,
-                          pack2<Out>(v[4 * (e / 2) + e % 2], v[4 * (e / 2) + 2 + e % 2]));
+        for (int e = 0; e < 4; ++e) {
+          const int row = 8 * j + 2 * t + e % 2, col = column[e / 2];
+          ptx::store_shared(slot + narrow_slot_of(row, col / 4) + col % 4 * 4, __float_as_uint(v[e]));
+        }
+      } else if constexpr (Product::kRhsMajor == Major::mn) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {  // two neighbouring columns
+          ptx::store_shared(slot + nibbles_at(8 * j + 2 * t + e, g / 4) + g % 4 * 4, pack2<Out>(v[e], v[2 + e]));
+        }
+      } else if (j % 2 == 0) {  // 8 rows more at once
+        ptx::store_transposed_x4(slot + nibbles_at(8 * j + lane / 16 * 8 + lane % 8, lane / 8 % 2),
+                                 pack2<Out>(v[0], v[1]), pack2<Out>(v[2], v[3]), pack2<Out>(v[4], v[5]),
+                                 pack2<Out>(v[6], v[7]));
       }
     }
-    slots.send([&] {
-      const ptx::Coords at = ragged_at(work, col0, 16 * i);
-#pragma unroll
-      for (int half = 0; half < kTaken; ++half) {
-        ptx::tensor_store(&p.out, {{at.c[0] + 32 * half, at.c[1], at.c[2], at.c[3]}}, slot + half * kSlotBytes);
-      }
-    });
+    ptx::fence_async();
+    __syncwarp();
+    if (lane == 0) {
+      ptx::tensor_store(&p.out, ragged_at(work, col0, row0), slot);
+      ptx::store_commit();
+    }
+    slots.advance();
   }
 }
 

@@ -126,11 +126,12 @@ void map_operands(const Call& call, RowsParams* p) {
   p->lhs = map_of_rows(call.lhs);
   map_weights<Rhs>(call, p);
 }
-// Of the columns that a product makes of its result.
-inline void map_result(const GroupedMatmul& call, MatmulParams* p) {
+// Of the columns that a product makes of its result, in boxes as wide as a slot, or as given.
+inline void map_result(const GroupedMatmul& call, MatmulParams* p, uint32_t box_cols = 0, uint32_t box_rows = kOutRows) {
   const DType dtype = call.result.dtype;
+  if (box_cols == 0) box_cols = kMapBytes / dtype_bytes(dtype);
   p->out = tensor_map(p->result + int64_t(p->first_col) * dtype_bytes(dtype), dtype,
-                      ragged_shape(p->cols, p->width, dtype), kMapBytes / dtype_bytes(dtype), kOutRows);
+                      ragged_shape(p->cols, p->width, dtype), box_cols, box_rows);
 }
 
 // Row tiles that any sizes can give: every group may have one that is not full.

@@ -52,15 +52,14 @@ class SwappedBlocks<Shape, Major::k, kLines> {
 
   __device__ explicit SwappedBlocks(int warp) : warp_(warp) {
     const int line = swapped_column(kLines, warp, threadIdx.x % 32 / 4);
-    codes_ = Shape::kCodesAt + nibbles_at(line, 0);
+    for (int i = 0; i < 2; ++i) codes_[i] = Shape::kCodesAt + nibbles_at(line, i);
     factors_ = 4 * factor_of_line(line, 0);
   }
 
   __device__ void load(uint32_t stage, Words& words) const {
-    const uint32_t from = stage + codes_;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      ptx::load_shared_v4((from ^ (16 * (i / 2))) + further(i % 2) * 32, words.codes[i % 2][i / 2]);
+      ptx::load_shared_v4(stage + codes_[i / 2] + further(i % 2) * 32, words.codes[i % 2][i / 2]);
     }
     load_factors(stage + Shape::kFactorsAt, words);
   }
@@ -90,7 +89,7 @@ class SwappedBlocks<Shape, Major::k, kLines> {
   static constexpr __device__ int further(int b) { return swapped_column(kLines, 0, 8 * b); }
 
   int warp_;
-  uint32_t codes_, factors_;
+  uint32_t codes_[2], factors_;
 };
 
 template <class Shape, Lines kLines>
@@ -261,10 +260,8 @@ __device__ inline void make_factors(const typename Product::Params& p, const She
         const uint32_t stage = shell.stage(ring.slot);
         const bool second = scales.write(stage + Shape::kFactorsAt, stage + Shape::kSecondAt);
         if (b + 1 < coded) scales.load(w, (b + 1) * kBlockK);
-        if constexpr (pairs::may_need_second(kCodes)) {
-          if (shell.lane == 0) {
-            ptx::store_shared(shell.shared + Shape::kSecondUsedAt + 8 * ring.slot + 4 * half, second);
-          }
+        if (shell.lane == 0) {
+          ptx::store_shared(shell.shared + Shape::kSecondUsedAt + 8 * ring.slot + 4 * half, second);
         }
       }
       __syncwarp();
