@@ -22,10 +22,9 @@ inline constexpr TileChoice kNarrow = {64, 7, 2};
 inline constexpr TileChoice kWithActivation = {192, 5, 3};
 
 // Where weights come as codes of 4 bits, for tiles of 256 rows with swapped operands, whose slots are half as large.
-inline constexpr TileChoice kSwapped = {128, 4, 2};
+inline constexpr TileChoice kSwapped = {128, 4, 3};
 // Where weights come as codes of 8 bits, which lie in the stages beside what they are widened to.
 inline constexpr TileChoice kCodedBytes = {192, 4, 1};
-inline constexpr TileChoice kCodedNibblesWithActivation = {192, 4, 3};
 inline constexpr TileChoice kCodedBytesWithActivation = {192, 4, 2};
 
 // Where partial sums have registers of their own: a warp's slots hold its 16 rows of a tile, of 16 or 32 bits.

@@ -72,6 +72,7 @@ struct UpProduct {
   static constexpr int kParts = kGated ? 2 : 1;               // of a slice of 32 result columns: pieces of hidden
   static constexpr int kResultCols = kTileCols / kParts;
   using Rhs = PairedTile<kRhsMajor>;
+  static constexpr int kRowsBox = 64, kPieceRows = 16;  // rows of boxes: of operands, and of pieces of results
 
   // Boxes a part. The last tile of a row may have one less: it is what a width that 96 does not divide pays for.
   static constexpr int kBoxes = kTileCols / 64, kEdgeBoxes = kBoxes - 1;
@@ -269,13 +270,13 @@ void launch_up_product(ProductKernel<Product> kernel, const GroupedMatmulAct& ca
   using T = typename Product::Element;
   using Rhs = typename Product::Rhs;
   const DType dtype = call.lhs.dtype;
-  p.lhs = map_of_rows(call.lhs);
-  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), kSliceCols, 16);
+  p.lhs = map_of_rows(call.lhs, Product::kRowsBox);
+  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length, Product::kRowsBox);
+  p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), kSliceCols, Product::kPieceRows);
   const int64_t half = p.hidden_part == 0 ? p.cols : 0;  // where linear halves lie apart, they start here
   for (int part = 0; part < Product::kParts && p.hidden_rows != nullptr; ++part) {
     p.hidden[part] = tensor_map(p.hidden_rows + part * half * sizeof(T), dtype,
-                                ragged_shape(p.width - half, p.width, dtype), kSliceCols, 16);
+                                ragged_shape(p.width - half, p.width, dtype), kSliceCols, Product::kPieceRows);
   }
   launch_rows_product<Product, Product::kResultCols>(kernel, p, stream, threads);
 }

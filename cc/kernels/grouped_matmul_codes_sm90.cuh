@@ -16,7 +16,7 @@ struct CodedRowsParams : HalvesParams {
   const float* factors;  // [groups]: scales of groups, or null
 };
 
-using NibbleTile = SwappedShape<kSwapped.stages, kSwapped.slots, kSwappedSlotBytes>;
+
 using ByteTile = CodedTileShape<false, kCodedBytes.cols, kCodedBytes.stages, kCodedBytes.slots>;
 
 // Codes of 8 bits, which are widened in shared memory.
@@ -84,8 +84,8 @@ void launch_nibbles_major(const GroupedMatmul& call, CodedRowsParams p, void* st
   using Product = NibbleRowsProduct<Out, kWeights>;
   using Rhs = typename Product::Rhs;
   p.coded = coded_weights(call, kWeights == Major::k ? Product::Shape::kCols : kBlockK);
-  p.lhs = map_of_rows(call.lhs, kRowsBox);
-  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length, kRowsBox);
+  p.lhs = map_of_rows(call.lhs, kSwappedRowsBox);
+  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length, kSwappedRowsBox);
   map_result(call, &p, 16, swapped_slot_rows<Out>());
   launch_rows_product<Product>(swapped_product_sm90<Product>, p, stream);
 }

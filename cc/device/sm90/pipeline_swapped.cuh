@@ -19,6 +19,7 @@
 
 #include "cc/device/sm90/ptx_register.cuh"
 #include "cc/device/sm90/swapped_codes.cuh"
+#include "cc/dispatch/tiles_sm90.h"
 
 namespace grouped::sm90 {
 
@@ -57,7 +58,7 @@ class SharedSlots {
 
 // Rows in boxes of 128, codes in boxes as the product has them. One lane loads, a stage in less time than it is
 // multiplied in, so what a tile's blocks share is computed once.
-constexpr int kRowsBox = 128, kRowsBoxBytes = 2 * kBlockBytes;
+constexpr int kSwappedRowsBox = 128, kRowsBoxBytes = 2 * kBlockBytes;
 
 template <class Product>
 struct SwappedLoads {
@@ -73,11 +74,11 @@ struct SwappedLoads {
 
   __device__ SwappedLoads(const Params& p, const Work& work)
       : blocks(work.k_blocks()), columns(work.col0 < p.cols), across(work.across), codes(p, work) {
-    const int boxes = work.valid_rows > kRowsBox ? 2 : 1, rank = int(ptx::cluster_rank());
+    const int boxes = work.valid_rows > kSwappedRowsBox ? 2 : 1, rank = int(ptx::cluster_rank());
     bytes = boxes * kRowsBoxBytes + (columns ? Shape::kCodesBytes : 0);
     first = across ? rank : 0;
     end = across && rank < boxes ? rank + 1 : boxes;
-    at = ragged_at(work, 0, first * kRowsBox);
+    at = ragged_at(work, 0, first * kSwappedRowsBox);
   }
   __device__ void load(const Params& p, const Work& work, int block, uint32_t rank, uint32_t stage,
                        uint32_t full) const {
@@ -86,7 +87,7 @@ struct SwappedLoads {
     const CUtensorMap* rows = low ? &p.low.lhs : &p.lhs;
     ptx::Coords from = at;
     from.c[0] = low ? k - p.low.first : k;
-    for (int i = first; i < end; ++i, from.c[1] += kRowsBox) {
+    for (int i = first; i < end; ++i, from.c[1] += kSwappedRowsBox) {
       if (across) {
         ptx::tensor_load_multicast(stage + i * kRowsBoxBytes, rows, from, full, kBothCtas);
       } else {
@@ -263,6 +264,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   run_shell<Product, SwappedPipeline>(p);
 }
 
+// What products of 4-bit codes have.
+constexpr int kSwappedSlotBytes = 1024;
+using NibbleTile = SwappedShape<kSwapped.stages, kSwapped.slots, kSwappedSlotBytes>;
+
 // ---- epilogue ----
 
 // The column of a tile that a lane has at line g + 8 b.
@@ -289,7 +294,6 @@ __device__ inline void swapped_row_scales(const float* of_rows, const Work& work
 }
 
 // Ends and stores a warp's 16 columns of a tile: bias, row scale, one rounding; from slots that hold 16 columns.
-constexpr int kSwappedSlotBytes = 1024;
 template <class Out>
 constexpr int swapped_slot_rows() {
   return kSwappedSlotBytes / (16 * int(sizeof(Out)));

@@ -12,11 +12,12 @@ constexpr int kE4M3Shift = 8;  // see first_factor
 
 // 256 rows by 128 columns. A stage holds rows, codes or else numbers of a low-rank product, factors.
 template <int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes>
-struct SwappedShape : ShellShape<6 * kBlockBytes + 2 * kFactorBytes, kStages_, kSlots_, kSlotBytes_> {
-  using Base = ShellShape<6 * kBlockBytes + 2 * kFactorBytes, kStages_, kSlots_, kSlotBytes_>;
+struct SwappedShape : ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlots_, kSlotBytes_> {
+  using Base = ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlots_, kSlotBytes_>;
   static constexpr int kCols = 2 * kSwappedCols, kSets = 0;
-  static constexpr int kCodesAt = 4 * kBlockBytes, kCodesBytes = kCols * 32;  // in a stage
-  static constexpr int kFactorsAt = 6 * kBlockBytes, kSecondAt = kFactorsAt + kFactorBytes;
+  // In a stage. Second factors lie behind codes, where a low-rank product has numbers.
+  static constexpr int kCodesAt = 4 * kBlockBytes, kCodesBytes = kCols * 32, kSecondAt = kCodesAt + kCodesBytes;
+  static constexpr int kFactorsAt = 6 * kBlockBytes;
   static constexpr int kSecondUsedAt = Base::kSharedBytes;  // words for each stage: whether some is not 1, one a half
   static constexpr int kSharedBytes = kSecondUsedAt + 8 * kStages_;
   static_assert(kSharedBytes <= kSharedLimit);
@@ -259,6 +260,8 @@ __device__ inline void make_factors(const typename Product::Params& p, const She
       if (b < coded) {
         const uint32_t stage = shell.stage(ring.slot);
         const bool second = scales.write(stage + Shape::kFactorsAt, stage + Shape::kSecondAt);
+        // Copies of a low-rank product may write over second factors. The fence waits for loads as well, so it is first.
+        if constexpr (pairs::may_need_second(kCodes)) ptx::fence_async();
         if (b + 1 < coded) scales.load(w, (b + 1) * kBlockK);
         if (shell.lane == 0) {
           ptx::store_shared(shell.shared + Shape::kSecondUsedAt + 8 * ring.slot + 4 * half, second);
