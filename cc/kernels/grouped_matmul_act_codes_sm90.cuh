@@ -111,7 +111,7 @@ struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, NibbleTile> 
     return p.cols - work.col0 - consumer * kSliceCols;
   }
   static __device__ auto slots(const Shell<Shape>& shell, int warp) {
-    return SharedSlots<kSets * kPieces, kPieceBytes>(shell.slots(warp / 4 * 4).base, warp / 4);
+    return SharedSlots<4, kSets * kPieces, kPieceBytes>(shell.slots(0).base, warp);
   }
 
   // The bias at lines g and g + 8.

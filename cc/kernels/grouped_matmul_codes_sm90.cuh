@@ -70,7 +70,9 @@ struct NibbleRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, NibbleTile>
     return p.cols - work.col0 - consumer * kSwappedCols;
   }
 
-  static __device__ auto slots(const Shell<Shape>& shell, int warp) { return shell.slots(warp); }
+  static __device__ auto slots(const Shell<Shape>& shell, int warp) {
+    return typename SwappedOut<Out, kWeights>::Slots(shell.slots(0).base, warp);
+  }
   template <class Slots_>
   static __device__ void store_swapped(const Params& p, const Work& work, int warp, float (&acc)[kSwappedRows / 2],
                                        Slots_& slots) {
@@ -86,7 +88,7 @@ void launch_nibbles_major(const GroupedMatmul& call, CodedRowsParams p, void* st
   p.coded = coded_weights(call, kWeights == Major::k ? Product::Shape::kCols : kBlockK);
   p.lhs = map_of_rows(call.lhs, kSwappedRowsBox);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length, kSwappedRowsBox);
-  map_result(call, &p, 16, swapped_slot_rows<Out>());
+  map_result(call, &p, SwappedOut<Out, kWeights>::kCols, SwappedOut<Out, kWeights>::kRows);
   launch_rows_product<Product>(swapped_product_sm90<Product>, p, stream);
 }
 

@@ -25,9 +25,10 @@ GROUPED_HOST_DEVICE constexpr int swapped_column(Lines lines, int warp, int line
          : lines == Lines::halves   ? line / 8 * kSwappedCols + warp * 8 + line % 8
                                     : 2 * (warp * 8 + line % 8) + line / 8;
 }
-// Else two neighbouring columns are a byte: the lower code belongs to line g and the higher one to line g + 8.
+// Else four neighbouring columns are two bytes, of which one warp of a pair takes the first and the other one the second.
+// The lower code of a byte belongs to line g and the higher one to line g + 8.
 GROUPED_HOST_DEVICE constexpr int swapped_column_of_bytes(int warp, int line) {
-  return warp * 16 + line % 8 * 2 + line / 8;
+  return warp / 2 * 32 + line % 8 * 4 + warp % 2 * 2 + line / 8;
 }
 
 // ---- codes contracted along lines: a lane needs byte t of each of four words, which are two steps ----
@@ -40,18 +41,18 @@ GROUPED_HOST_DEVICE inline void pairs_of_line(const uint32_t (&words)[4], int t,
   pairs::from_nibbles(pairs::chosen_bytes(first, second, 0x5410), to);
 }
 
-// ---- codes contracted across lines: two lines of 64 codes meet in a pair ----
+// ---- codes contracted across lines: two lines meet in a pair ----
 
-// Byte offset of a lane's byte of line 2t, in boxes of 64 codes by 64 lines; lines are 32 bytes apart, those of the same
-// lane 8 k on 256.
-GROUPED_HOST_DEVICE inline uint32_t swapped_byte_at(int warp, int g, int t) {
-  return warp / 4 * (kBlockK * 32) + nibbles_at(2 * t, warp / 2 % 2) + warp % 2 * 8 + g;
+// Byte offset of the row that `lane` addresses of four transposed 8 x 8 matrices of 16 bits, those of 32 lines, in boxes
+// of 64 codes by 64 lines. A lane then has, of each, two bytes of line 2t and two of line 2t + 1.
+GROUPED_HOST_DEVICE inline uint32_t swapped_bytes_at(int warp, int lane) {
+  return warp / 4 * (kBlockK * 32) + nibbles_at(lane, warp / 2 % 2);
 }
-// Of two lines' bytes: the pairs of lines g and g + 8.
-GROUPED_HOST_DEVICE inline void pairs_of_bytes(uint32_t first, uint32_t second, uint32_t (&to)[2]) {
-  const uint32_t both = pairs::chosen_bytes(first, second, 0x5410);
-  to[0] = (both & 0x000f000fu) * 0x1040 & 0x81c081c0u;
-  to[1] = (both & 0x00f000f0u) * 0x0104 & 0x81c081c0u;
+// The pairs of lines g and g + 8.
+GROUPED_HOST_DEVICE inline void pairs_of_bytes(uint32_t lines, int warp, uint32_t (&to)[2]) {
+  const uint32_t bytes = pairs::chosen_bytes(lines, 0, warp % 2 ? 0x4341 : 0x4240);
+  to[0] = (bytes & 0x000f000fu) * 0x1040 & 0x81c081c0u;
+  to[1] = (bytes & 0x00f000f0u) * 0x0104 & 0x81c081c0u;
 }
 
 // ---- factors, which codes are multiplied with, as pairs of bfloat16, one for 16 codes ----
@@ -59,7 +60,8 @@ GROUPED_HOST_DEVICE inline void pairs_of_bytes(uint32_t first, uint32_t second, 
 constexpr int kFactorCodes = 16, kFactorBytes = 2048;  // of a block
 // Word of the factor of codes 16 i and on of a line's 64.
 GROUPED_HOST_DEVICE constexpr int factor_of_line(int line, int i) { return line * (kBlockK / kFactorCodes) + i; }
-// Half word of the factor of line `line` and of columns 16 i and on: those that a lane reads lie together.
+// Half word of the factor of line `line` and of columns 16 i and on, with blocks of 32 for even i alone: those that a
+// lane reads lie together.
 GROUPED_HOST_DEVICE constexpr int factor_across(int line, int i) {
   return ((i * 4 + line % 8 / 2) * 8 + line / 8) * 2 + line % 2;
 }

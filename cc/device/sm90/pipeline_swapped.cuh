@@ -2,7 +2,7 @@
 // columns a tile, operands swapped (layout_swapped.cuh).
 //
 //   loader                rows, of which a pair shares a tile, and codes, each CTA its own
-//   warps 2, 3            scales, asked for a block before, become factors
+//   warps 2, 3            scales, asked for two blocks before, become factors
 //   warpgroups 1, 2       64 columns of every tile each. A unit of 32 k is two wgmmas of 64 columns x 256 rows x 16;
 //                         while they and those of the other warpgroup run, the fragments of the next unit are made
 //
@@ -23,18 +23,22 @@
 
 namespace grouped::sm90 {
 
-// Slots that the warps of a warpgroup fill together: kCount of them.
-template <int kCount, int kBytes>
+// Slots that kWarps neighbouring warps fill together: kCount of them.
+template <int kWarps, int kCount, int kBytes_>
 class SharedSlots {
  public:
-  __device__ SharedSlots(uint32_t base, int consumer) : base_(base), name_(1 + consumer) {}
+  static constexpr int kBytes = kBytes_;
+
+  // `base` is the first slot of all, of as many bytes for each of the kernel's warps, `warp` one of 8.
+  __device__ SharedSlots(uint32_t base, int warp)
+      : base_(base + warp / kWarps * (kCount * kBytes)), name_(1 + warp / kWarps) {}
 
   // Until the next `kTaken` slots are free, of which the first is returned; they lie next to one another.
   template <int kTaken>
   __device__ uint32_t take() {
     static_assert(kCount % kTaken == 0);
     if (leads()) ptx::store_wait_read<kCount / kTaken - 1>();
-    ptx::named_barrier<128>(name_);
+    ptx::named_barrier<32 * kWarps>(name_);
     const uint32_t slot = base_ + turn_ * kBytes;
     turn_ = (turn_ + kTaken) % kCount;
     return slot;
@@ -43,17 +47,45 @@ class SharedSlots {
   template <class Store>
   __device__ void send(Store store) const {
     ptx::fence_async();
-    ptx::named_barrier<128>(name_);
+    ptx::named_barrier<32 * kWarps>(name_);
     if (!leads()) return;
     store();
     ptx::store_commit();
   }
 
  private:
-  static __device__ bool leads() { return threadIdx.x % 128 == 0; }
+  static __device__ bool leads() { return threadIdx.x % (32 * kWarps) == 0; }
 
   uint32_t base_;
   int name_, turn_ = 0;
+};
+// One warp's, which needs no barrier.
+template <int kCount, int kBytes_>
+class SharedSlots<1, kCount, kBytes_> {
+ public:
+  static constexpr int kBytes = kBytes_;
+  __device__ SharedSlots(uint32_t base, int warp) : base_(base + warp * (kCount * kBytes)) {}
+  template <int kTaken>
+  __device__ uint32_t take() {
+    static_assert(kCount % kTaken == 0);
+    if (threadIdx.x % 32 == 0) ptx::store_wait_read<kCount / kTaken - 1>();
+    __syncwarp();
+    const uint32_t slot = base_ + turn_ * kBytes;
+    turn_ = (turn_ + kTaken) % kCount;
+    return slot;
+  }
+  template <class Store>
+  __device__ void send(Store store) const {
+    ptx::fence_async();
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    store();
+    ptx::store_commit();
+  }
+
+ private:
+  uint32_t base_;
+  int turn_ = 0;
 };
 
 // Rows in boxes of 128, codes in boxes as the product has them. One lane loads, a stage in less time than it is
@@ -112,16 +144,23 @@ __device__ inline void multiply_swapped(const typename Product::Params& p, const
                                         Ring<Product::Shape::kStages>& ring) {
   using Shape = typename Product::Shape;
   using Blocks = SwappedBlocks<Shape, Product::kRhsMajor, Product::kLines>;
-  const Blocks lane(warp);
+  const bool nvfp4 = p.coded.codes == pairs::Codes::nvfp4;
+  const Blocks lane(warp, nvfp4);
   const uint64_t rows = descriptor(shell.shared, Major::k);
   int left = work.k_blocks();
   const int low_blocks = left - Product::coded_blocks(p, left);
-  uint32_t second[2], before = ring.slot;
+  constexpr bool kBothHalves = Product::kLines == Lines::halves;
+  uint32_t second[2] = {}, before = ring.slot;
   Fragments a[2];
   typename Blocks::Words words;
   const auto load = [&](uint32_t full, uint32_t stage) {
+    const uint32_t used = full + (Shape::kSecondUsedAt - Shape::kBarriersAt - 8 * Shape::kFull);
+    if constexpr (kBothHalves) {
+      ptx::load_words_v2(used, second[0], second[1]);
+    } else {
+      second[0] = ptx::load_shared_word(used + warp / 4 * 4);
+    }
     lane.load(stage, words);
-    ptx::load_words_v2(full + (Shape::kSecondUsedAt - Shape::kBarriersAt - 8 * Shape::kFull), second[0], second[1]);
   };
   const auto widen = [&](int unit, uint32_t stage) {
     lane.widen(words, unit, a[unit]);
@@ -180,7 +219,7 @@ __device__ inline void multiply_swapped(const typename Product::Params& p, const
   }
   ptx::wgmma_wait<0>();
   release(before);
-  if (p.coded.codes == pairs::Codes::nvfp4) device::scale_sums(acc, float(1 << kE4M3Shift));
+  if (nvfp4) device::scale_sums(acc, float(1 << kE4M3Shift));
 #pragma unroll 1
   for (int depth = work.length - p.low.first; left > 0; --left, depth -= kBlockK) {
     ptx::barrier_wait(shell.full(ring.slot), ring.parity);
@@ -293,35 +332,38 @@ __device__ inline void swapped_row_scales(const float* of_rows, const Work& work
   }
 }
 
-// Ends and stores a warp's 16 columns of a tile: bias, row scale, one rounding; from slots that hold 16 columns.
-template <class Out>
-constexpr int swapped_slot_rows() {
-  return kSwappedSlotBytes / (16 * int(sizeof(Out)));
-}
+// Slots of results: of 16 neighbouring columns, which are one warp's, or of 32 that two warps share.
+template <class Out, Major kMajor>
+struct SwappedOut {
+  static constexpr int kWarps = kMajor == Major::k ? 1 : 2, kCols = 16 * kWarps;
+  static constexpr int kBytes = kSwappedSlotBytes * kWarps, kRows = kBytes / (kCols * int(sizeof(Out)));
+  using Slots = SharedSlots<kWarps, kSwapped.slots, kBytes>;
+};
+
+// Ends and stores a warp's 16 columns of a tile: bias, row scale, one rounding.
 template <class Product, class Bias, class Out, class Params, class Slots_>
 __device__ inline void store_swapped_tile(const Params& p, const Work& work, int warp, float (&acc)[kSwappedRows / 2],
                                           Slots_& slots) {
-  constexpr int kRows = swapped_slot_rows<Out>();
+  using At = SwappedOut<Out, Product::kRhsMajor>;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int col0 = work.col0 + 16 * warp, cols = p.cols - col0;  // of a warp's columns, which neighbour one another
+  const int col0 = work.col0 + warp / At::kWarps * At::kCols, cols = p.cols - col0;
   if (cols <= 0) return;
   const char* bias = device::bias_at<Bias>(p, work.group, p.first_col + col0);
   int column[2];
   float of_column[2] = {};
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
-    column[b] = swapped_column_of<Product>(warp, b) % 16;
+    column[b] = swapped_column_of<Product>(warp, b) % At::kCols;
     if (bias != nullptr && column[b] < cols) of_column[b] = Bias::value(p, bias, column[b]);
   }
   const bool plain = bias == nullptr && p.row_scale == nullptr;
 #pragma unroll
-  for (int row0 = 0; row0 < kSwappedRows; row0 += kRows) {
+  for (int row0 = 0; row0 < kSwappedRows; row0 += At::kRows) {
     if (row0 >= work.valid_rows) break;
-    slots.wait_free();
-    const uint32_t slot = slots.address();
+    const uint32_t slot = slots.template take<1>();
     if (!plain) {
 #pragma unroll
-      for (int j = 0; j < kRows / 8; ++j) {
+      for (int j = 0; j < At::kRows / 8; ++j) {
         float scale[2];
         swapped_row_scales(p.row_scale, work, row0 / 8 + j, scale);
 #pragma unroll
@@ -332,18 +374,25 @@ __device__ inline void store_swapped_tile(const Params& p, const Work& work, int
       }
     }
 #pragma unroll
-    for (int j = 0; j < kRows / 8; ++j) {
+    for (int j = 0; j < At::kRows / 8; ++j) {
       const float* v = &acc[(row0 + 8 * j) / 2];  // [column][row]
-      if constexpr (sizeof(Out) == 4) {
+      const int row = 8 * j + 2 * t;
+      if constexpr (Product::kRhsMajor == Major::mn) {  // columns are neighbours
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if constexpr (sizeof(Out) == 4) {
+            ptx::store_shared_v2(slot + (row + e) * 128 + ((column[0] / 4) ^ ((row + e) % 8)) * 16 + column[0] % 4 * 4,
+                                 v[e], v[2 + e]);
+          } else {
+            ptx::store_shared(slot + narrow_slot_of(row + e, column[0] / 8) + column[0] % 8 * 2,
+                              pack2<Out>(v[e], v[2 + e]));
+          }
+        }
+      } else if constexpr (sizeof(Out) == 4) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int row = 8 * j + 2 * t + e % 2, col = column[e / 2];
-          ptx::store_shared(slot + narrow_slot_of(row, col / 4) + col % 4 * 4, __float_as_uint(v[e]));
-        }
-      } else if constexpr (Product::kRhsMajor == Major::mn) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {  // two neighbouring columns
-          ptx::store_shared(slot + nibbles_at(8 * j + 2 * t + e, g / 4) + g % 4 * 4, pack2<Out>(v[e], v[2 + e]));
+          const int col = column[e / 2];
+          ptx::store_shared_float(slot + narrow_slot_of(row + e % 2, col / 4) + col % 4 * 4, v[e]);
         }
       } else if (j % 2 == 0) {  // 8 rows more at once
         ptx::store_transposed_x4(slot + nibbles_at(8 * j + lane / 16 * 8 + lane % 8, lane / 8 % 2),
@@ -351,13 +400,7 @@ __device__ inline void store_swapped_tile(const Params& p, const Work& work, int
                                  pack2<Out>(v[6], v[7]));
       }
     }
-    ptx::fence_async();
-    __syncwarp();
-    if (lane == 0) {
-      ptx::tensor_store(&p.out, ragged_at(work, col0, row0), slot);
-      ptx::store_commit();
-    }
-    slots.advance();
+    slots.send([&] { ptx::tensor_store(&p.out, ragged_at(work, col0, row0), slot); });
   }
 }
 

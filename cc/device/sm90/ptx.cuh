@@ -100,6 +100,12 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 // ---- words ----
 // Asks for what lies at `from` into the L2.
 __device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from) : "memory"); }
+// A byte that the kernel does not write, as a word: a conversion behind the load would wait for it.
+__device__ inline uint32_t load_byte(const uint8_t* from) {
+  uint32_t v;
+  asm volatile("ld.global.nc.u8 %0, [%1];\n" : "=r"(v) : "l"(from));
+  return v;
+}
 // Arrives, as one of the barrier's count, once the copies of words that this thread started are there.
 __device__ inline void barrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
@@ -166,6 +172,13 @@ __device__ inline void store_transposed_x4(uint32_t to, uint32_t a, uint32_t b, 
                "r"(c), "r"(d)
                : "memory");
 }
+// Likewise: lane l gets rows 2(l%4) and 1 on of column l/4.
+__device__ inline void load_transposed_x4(uint32_t from, uint32_t (&v)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(from)
+               : "memory");
+}
 __device__ inline void store_matrix_x2(uint32_t to, uint32_t a, uint32_t b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};\n" ::"r"(to), "r"(a), "r"(b) : "memory");
 }
@@ -177,18 +190,16 @@ __device__ inline float load_shared_float(uint32_t from) {
   asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(v) : "r"(from) : "memory");
   return v;
 }
+__device__ inline void store_shared_float(uint32_t to, float v) {
+  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(to), "f"(v) : "memory");
+}
 __device__ inline void store_shared(uint32_t to, uint32_t v) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(to), "r"(v) : "memory");
 }
 __device__ inline void store_shared_v2(uint32_t to, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(to), "f"(a), "f"(b) : "memory");
 }
-// Of 8 and of 16 bits; the higher bits of a word are zero, or not stored.
-__device__ inline uint32_t load_shared_byte(uint32_t from) {
-  uint32_t v;
-  asm volatile("ld.shared.u8 %0, [%1];\n" : "=r"(v) : "r"(from) : "memory");
-  return v;
-}
+// The lower half of a word.
 __device__ inline void store_shared_half(uint32_t to, uint32_t v) {
   asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(to), "r"(v) : "memory");
 }

@@ -8,7 +8,7 @@
 
 namespace grouped::sm90 {
 
-constexpr int kE4M3Shift = 8;  // see first_factor
+constexpr int kE4M3Shift = 8;  // see factor_alone
 
 // 256 rows by 128 columns. A stage holds rows, codes or else numbers of a low-rank product, factors.
 template <int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes>
@@ -18,7 +18,7 @@ struct SwappedShape : ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlot
   // In a stage. Second factors lie behind codes, where a low-rank product has numbers.
   static constexpr int kCodesAt = 4 * kBlockBytes, kCodesBytes = kCols * 32, kSecondAt = kCodesAt + kCodesBytes;
   static constexpr int kFactorsAt = 6 * kBlockBytes;
-  static constexpr int kSecondUsedAt = Base::kSharedBytes;  // words for each stage: whether some is not 1, one a half
+  static constexpr int kSecondUsedAt = Base::kSharedBytes;  // words for each stage: whether there are some, one a half
   static constexpr int kSharedBytes = kSecondUsedAt + 8 * kStages_;
   static_assert(kSharedBytes <= kSharedLimit);
 
@@ -32,10 +32,13 @@ using Fragments = uint32_t[kUnitSteps][4];
 // Scales of E4M3 are made smaller by 2^8, which sums make good: with the exponent that codes lack they may exceed
 // bfloat16 otherwise.
 template <pairs::Codes kCodes>
-__device__ inline uint32_t first_factor(uint32_t scale) {
-  const pairs::Factor both = pairs::factor_of<kCodes>(scale);
-  if (kCodes != pairs::Codes::nvfp4) return both.first;
-  return pairs::times(both.second, pairs::power_of_two(pairs::bias_of(kCodes) - kE4M3Shift));
+__device__ inline uint32_t factor_alone(uint32_t scale) {
+  constexpr int kBias = pairs::bias_of(kCodes);
+  if constexpr (kCodes == pairs::Codes::nvfp4) {
+    return pairs::times(pairs::factor_of<kCodes>(scale).second, pairs::power_of_two(kBias - kE4M3Shift));
+  } else {
+    return scale * (pairs::kBoth << 7) + kBias * (pairs::kBoth << 7);  // below 128
+  }
 }
 
 // What a lane reads of stages: `warp` is one of 8, `stage` the address of a stage. Register 2 i + b of a fragment has
@@ -51,7 +54,7 @@ class SwappedBlocks<Shape, Major::k, kLines> {
     uint32_t factors[2][4];   // of a step each
   };
 
-  __device__ explicit SwappedBlocks(int warp) : warp_(warp) {
+  __device__ SwappedBlocks(int warp, bool nvfp4) : warp_(warp) {
     const int line = swapped_column(kLines, warp, threadIdx.x % 32 / 4);
     for (int i = 0; i < 2; ++i) codes_[i] = Shape::kCodesAt + nibbles_at(line, i);
     factors_ = 4 * factor_of_line(line, 0);
@@ -97,20 +100,19 @@ template <class Shape, Lines kLines>
 class SwappedBlocks<Shape, Major::mn, kLines> {
  public:
   struct Words {
-    uint32_t codes[8][2];  // [8 k][line 2t, 2t + 1]
+    uint32_t codes[2][4];  // of 32 lines
     uint32_t factors[8];
   };
 
-  __device__ explicit SwappedBlocks(int warp) : warp_(warp) {
+  __device__ SwappedBlocks(int warp, bool nvfp4) : warp_(warp) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    codes_ = Shape::kCodesAt + swapped_byte_at(warp, g, t);
-    factors_ = 2 * factor_across(2 * t, warp);
+    codes_ = Shape::kCodesAt + swapped_bytes_at(warp, threadIdx.x % 32);
+    factors_ = 2 * factor_across(2 * t, warp / 2 * 2 + (nvfp4 ? g / 4 : 0));
   }
 
   __device__ void load(uint32_t stage, Words& words) const {
-    const uint32_t from = stage + codes_;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) words.codes[i / 2][i % 2] = ptx::load_shared_byte(from + (i / 2 * 8 + i % 2) * 32);
+    for (int i = 0; i < 2; ++i) ptx::load_transposed_x4(stage + codes_ + i * 32 * 32, words.codes[i]);
     load_factors(stage + Shape::kFactorsAt, words);
   }
   __device__ void load_factors(uint32_t factors, Words& words) const {
@@ -123,7 +125,7 @@ class SwappedBlocks<Shape, Major::mn, kLines> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t of_lines[2];
-      pairs_of_bytes(words.codes[4 * unit + i][0], words.codes[4 * unit + i][1], of_lines);
+      pairs_of_bytes(words.codes[unit][i], warp_, of_lines);
 #pragma unroll
       for (int b = 0; b < 2; ++b) a[i / 2][b + 2 * (i % 2)] = of_lines[b];
     }
@@ -131,8 +133,8 @@ class SwappedBlocks<Shape, Major::mn, kLines> {
   static __device__ uint32_t factor(const Words& words, int step, int i) { return words.factors[2 * step + i / 2]; }
   // MN-major: two neighbouring columns of a line are this lane's.
   __device__ void load_low(uint32_t stage, int step, uint32_t (&a)[4]) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, chunk = warp_ % 4 * 2 + g / 4;
-    const uint32_t from = stage + Shape::kCodesAt + warp_ / 4 * kBlockBytes + g % 4 * 4;
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, chunk = warp_ / 2 % 2 * 4 + g / 2;
+    const uint32_t from = stage + Shape::kCodesAt + warp_ / 4 * kBlockBytes + g % 2 * 8 + warp_ % 2 * 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t lines[2];
@@ -154,8 +156,9 @@ class SwappedBlocks<Shape, Major::mn, kLines> {
 // ---- factors ----
 
 // The scales that a lane turns into factors: of two lines of 64 codes, which belong to one half of a tile's columns. What
-// lies behind the last line or code takes the last one's.
-template <pairs::Codes kCodes, Major kMajor>
+// lies behind the last line or code takes the last one's. With kBothHalves consumers read factors of both halves, of
+// which one may need second factors and the other not: these are then always there.
+template <pairs::Codes kCodes, Major kMajor, bool kBothHalves>
 class ScalesOfBlocks {
   static constexpr bool kAlong = kMajor == Major::k;
   static constexpr int kBlock = pairs::block_of(kCodes), kRepeat = kBlock / kFactorCodes;
@@ -166,19 +169,20 @@ class ScalesOfBlocks {
   // `line(i)` is the weights' line of column i (Major::k), `first` the code of a line that is the first column
   // (Major::mn).
   template <class Line>
-  __device__ ScalesOfBlocks(const CodedWeights& w, int group, int half, int first, Line line)
-      : lane_(threadIdx.x % 32), half_(half) {
+  __device__ ScalesOfBlocks(const CodedWeights& w, int lane, int group, int half, int first, Line line)
+      : lane_(lane), half_(half) {
     const uint8_t* of_group = w.scales + uint32_t(group) * w.scale_slice;
+    last_ = (w.line - 1) / kBlock;
+    first_ = kAlong ? 0 : (first + half * kSwappedCols) / kBlock;
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
       from_[i] = of_group;
       if constexpr (kAlong) from_[i] += uint32_t(min(line(line_of(i)), w.lines - 1) >> w.line_shift) * w.scale_line;
     }
-    first_ = kAlong ? 0 : (first + half * kSwappedCols) / kBlock;
-    last_ = (w.line - 1) / kBlock;
   }
-  // Asks for those of the block at k.
-  __device__ void load(const CodedWeights& w, int k) {
+  // Asks for those of the block at k, to keep in one of two sets.
+  __device__ void load(const CodedWeights& w, int k, int set) {
+    uint32_t (&held)[kLines][kOfLine] = held_[set];
     const int first = kAlong ? k / kBlock : first_;
     const bool whole = first + kOfLine - 1 <= last_;
 #pragma unroll
@@ -188,24 +192,29 @@ class ScalesOfBlocks {
       if (whole) {
         from += first;
 #pragma unroll
-        for (int j = 0; j < kOfLine; ++j) held_[i][j] = __ldg(from + j);
+        for (int j = 0; j < kOfLine; ++j) held[i][j] = ptx::load_byte(from + j);
       } else {
 #pragma unroll
-        for (int j = 0; j < kOfLine; ++j) held_[i][j] = __ldg(from + min(first + j, last_));
+        for (int j = 0; j < kOfLine; ++j) held[i][j] = ptx::load_byte(from + min(first + j, last_));
       }
     }
   }
-  // Writes the factors of the block that was asked for. Returns whether some second one may not be 1.
-  __device__ bool write(uint32_t factors, uint32_t second) const {
-    write_all(factors, [](uint32_t scale) { return first_factor<kCodes>(scale); });
+  // Writes the factors of the block that was asked for. Returns whether there are second ones that are not 1.
+  __device__ bool write(int set, uint32_t factors, uint32_t second) const {
+    const uint32_t (&held)[kLines][kOfLine] = held_[set];
     if constexpr (pairs::may_need_second(kCodes)) {
-      write_all(second, [](uint32_t scale) { return pairs::factor_of<kCodes>(scale).second; });
       static_assert(pairs::largest_of_one<kCodes>() >= 127, "a scale below 128 needs no second factor");
       uint32_t bits = 0;
 #pragma unroll
-      for (int i = 0; i < kLines * kOfLine; ++i) bits |= held_[i / kOfLine][i % kOfLine];
-      return __any_sync(~0u, bits >= 128);
+      for (int i = 0; i < kLines * kOfLine; ++i) bits |= held[i / kOfLine][i % kOfLine];
+      if (__any_sync(~0u, bits >= 128)) {
+        write_all(held, factors, [](uint32_t scale) { return pairs::factor_of<kCodes>(scale).first; });
+        write_all(held, second, [](uint32_t scale) { return pairs::factor_of<kCodes>(scale).second; });
+        return true;
+      }
+      if (kBothHalves) write_all(held, second, [](uint32_t) { return pairs::power_of_two(0); });
     }
+    write_all(held, factors, [](uint32_t scale) { return factor_alone<kCodes>(scale); });
     return false;
   }
 
@@ -213,19 +222,19 @@ class ScalesOfBlocks {
   __device__ int line_of(int i) const { return half_ * kSwappedCols + lane_ + 32 * i; }
 
   template <class Make>
-  __device__ void write_all(uint32_t to, Make make) const {
+  __device__ void write_all(const uint32_t (&held)[kLines][kOfLine], uint32_t to, Make make) const {
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
       uint32_t made[kOfLine];
 #pragma unroll
-      for (int j = 0; j < kOfLine; ++j) made[j] = make(held_[i][j]);
+      for (int j = 0; j < kOfLine; ++j) made[j] = make(held[i][j]);
       if constexpr (kAlong) {
         const uint32_t words[4] = {made[0], made[1 / kRepeat], made[2 / kRepeat], made[3 / kRepeat]};
         ptx::store_shared_v4(to + 4 * factor_of_line(line_of(i), 0), words);
       } else {
 #pragma unroll
-        for (int j = 0; j < kSwappedCols / kFactorCodes; ++j) {
-          ptx::store_shared_half(to + 2 * factor_across(lane_ + 32 * i, 4 * half_ + j), made[j / kRepeat]);
+        for (int j = 0; j < kOfLine; ++j) {
+          ptx::store_shared_half(to + 2 * factor_across(lane_ + 32 * i, 4 * half_ + j * kRepeat), made[j]);
         }
       }
     }
@@ -233,15 +242,17 @@ class ScalesOfBlocks {
 
   int lane_, half_, first_, last_;
   const uint8_t* from_[kLines];
-  uint32_t held_[kLines][kOfLine];
+  uint32_t held_[2][kLines][kOfLine];  // of two blocks
 };
 
-// The whole life of warps 2 and 3, each for one half of a tile's columns.
+// The whole life of warps 2 and 3, each for one half of a tile's columns. Scales are asked for two blocks ahead.
 template <pairs::Codes kCodes, class Product>
 __device__ inline void make_factors(const typename Product::Params& p, const Shell<typename Product::Shape>& shell,
                                     int half) {
   using Shape = typename Product::Shape;
   const CodedWeights& w = p.coded;
+  int lane = shell.lane;
+  asm volatile("" : "+r"(lane));  // in a register: else it is computed for every block
   WorkReader<Shape, true> reader(shell.barriers, shell.items);
   Ring<Shape::kStages> ring;
   while (true) {
@@ -249,27 +260,31 @@ __device__ inline void make_factors(const typename Product::Params& p, const She
     const int kind = work.kind, blocks = work.k_blocks();
     const int coded = work.col0 < p.cols ? Product::coded_blocks(p, blocks) : 0;
     if (kind == Work::kDone) return;
-    ScalesOfBlocks<kCodes, Product::kRhsMajor> scales(
-        w, work.group, half, work.col0, [&](int col) { return Product::coded_column(p, work, col); });
+    ScalesOfBlocks<kCodes, Product::kRhsMajor, Product::kLines == Lines::halves> scales(
+        w, lane, work.group, half, work.col0, [&](int col) { return Product::coded_column(p, work, col); });
     reader.release();
     if (kind != Work::kTile) continue;
-    if (coded > 0) scales.load(w, 0);
-#pragma unroll 1
-    for (int b = 0; b < blocks; ++b) {
-      ptx::barrier_wait(shell.empty(ring.slot), ring.parity ^ 1);
-      if (b < coded) {
-        const uint32_t stage = shell.stage(ring.slot);
-        const bool second = scales.write(stage + Shape::kFactorsAt, stage + Shape::kSecondAt);
-        // Copies of a low-rank product may write over second factors. The fence waits for loads as well, so it is first.
-        if constexpr (pairs::may_need_second(kCodes)) ptx::fence_async();
-        if (b + 1 < coded) scales.load(w, (b + 1) * kBlockK);
-        if (shell.lane == 0) {
-          ptx::store_shared(shell.shared + Shape::kSecondUsedAt + 8 * ring.slot + 4 * half, second);
+    scales.load(w, 0, 0);
+    scales.load(w, kBlockK, 1);  // behind the last k: any
+    for (int b = 0; b < blocks; b += 2) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (b + i >= blocks) break;
+        ptx::barrier_wait(shell.empty(ring.slot), ring.parity ^ 1);
+        if (b + i < coded) {
+          const uint32_t stage = shell.stage(ring.slot);
+          const bool second = scales.write(i, stage + Shape::kFactorsAt, stage + Shape::kSecondAt);
+          if (lane == 0) {
+            ptx::store_shared(shell.shared + Shape::kSecondUsedAt + 8 * ring.slot + 4 * half, second);
+          }
+          // Copies of a low-rank product will write over second factors. The fence waits for loads as well.
+          if (pairs::may_need_second(kCodes) && blocks > coded) ptx::fence_async();
+          scales.load(w, (b + i + 2) * kBlockK, i);
         }
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(shell.full(ring.slot));
+        ring.advance();
       }
-      __syncwarp();
-      if (shell.lane == 0) ptx::barrier_arrive(shell.full(ring.slot));
-      ring.advance();
     }
   }
 }
