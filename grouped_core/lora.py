@@ -156,16 +156,17 @@ def check_absent(scaling: Any, dropout: Any, key: Any, accum: Any) -> None:
     Raises:
         ValueError: an option is not its default.
     """
-    for name, other, default in (
-        ("scaling", not isinstance(scaling, (int, float)) or scaling != 1, 1.0),
-        ("dropout", not isinstance(dropout, (int, float)) or dropout != 0, 0.0),
-        ("key", key is not None, None),
-        ("wgrad_accum", accum is not None, None),
-    ):
-        if other:
-            raise ValueError(
-                f"`{LORA}_{name}`: given without `{LORA}`, expected {default}; pass an adapter (A, B), or leave it out."
-            )
+    if not isinstance(scaling, (int, float)) or scaling != 1:
+        name, default = "scaling", 1.0
+    elif not isinstance(dropout, (int, float)) or dropout != 0:
+        name, default = "dropout", 0.0
+    elif key is not None or accum is not None:
+        name, default = "wgrad_accum" if key is None else "key", None
+    else:
+        return
+    raise ValueError(
+        f"`{LORA}_{name}`: given without `{LORA}`, expected {default}; pass an adapter (A, B), or leave it out."
+    )
 
 
 def check_no_weight_gradient(**options: Any) -> None:

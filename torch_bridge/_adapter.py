@@ -194,7 +194,7 @@ def _forward(
         needs = gradients.Needs(keep.w, False, False, False)
         forms = gradients.cached_forms(facts.op.base, needs, row_scale is not None)
         weight = with_forms(cache, weight, forms, scaling, 0, training=training)
-    extras = scaling.extras(1, FORWARD, training=training)
+    extras = scaling.extras(1, FORWARD, None, training=training)
     operands = (given.x, weight, a, b, given.sizes, bias, row_scale, out, given.key, extras)  # of AdaptedOperands
     y, x, weight, u = call_prepared(facts.forward, operands, m)
     if not training:
@@ -210,7 +210,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     kept.clear()
     facts: _Facts = saved.facts
     (base, adapter), needs, factors = facts.op, facts.needs, facts.specs.factors
-    extras = saved.scaling.with_key(scaling_key).extras(1, BACKWARD, training=True)
+    extras = saved.scaling.extras(1, BACKWARD, scaling_key, training=True)
     buffer = grad_input if needs.x else None
     operands = [(x, weight, u, a, b, sizes, bias, row_scale, dy, key, buffer, extras)]  # those of AdaptedGradOperands
     del x, weight, u, dy  # so that they are freed once no launch reads them

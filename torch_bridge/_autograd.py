@@ -130,7 +130,11 @@ def differentiable(
     owners: Owners | None = None,
     overwrite: Overwrites | None = None,
 ) -> Tensor:
-    """The result for checked arguments, with an autograd history if a gradient is needed."""
+    """The result for checked arguments, with an autograd history if a gradient is needed.
+
+    Args:
+        overwrite: of a node of a graph, which is known from it to be one.
+    """
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
     elsewhere = given.to_main_grad or any(given.accumulators) or (owners is not None and any(owners))
@@ -154,10 +158,11 @@ def differentiable(
         check_listed_once(
             *((name, leaves, owner, given.to_main_grad or len(accum) > 0) for name, leaves, owner, accum in products)
         )
-        rest = rest._replace(routes=_routes_elsewhere(operation, given, asked, owners, overwrite or nothing))
+        routes = _routes_elsewhere(operation, given, asked, owners, overwrite or nothing)
+        rest = rest._replace(routes=routes, accumulators=given.accumulators)
     if grad_input is not None:
         rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)
-    apply = _Differentiable.apply if is_compiling() else _apply
+    apply = _apply if overwrite is None else _Differentiable.apply
     return apply((given, asked.facts, rest, out), *receivers)
 
 
@@ -208,12 +213,14 @@ class _Rest(NamedTuple):
 
     Attributes:
         biases: for each, the number of its tensors, whether it is packed, and those that need a gradient.
-        routes: of the gradients of weights. grad_input: the buffer for dx. for_leaf: whether x is a leaf.
+        routes: of the gradients of weights, which may go to `accumulators`, for each weight.
+        grad_input: the buffer for dx. for_leaf: whether x is a leaf.
     """
 
     operation: Operation
     biases: tuple[tuple[int, bool, tuple[int, ...]], ...]
     routes: Sequence[Route]
+    accumulators: Sequence[Sequence[Tensor | None]] = ()
     grad_input: Tensor | None = None
     for_leaf: bool = False
 
@@ -255,9 +262,10 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> As
 
 def forward_and_saved(
     operation: Operation, given: Arguments, facts: Facts, out: Tensor | None
-) -> tuple[Tensor, list[Tensor | None], Saved]:
+) -> tuple[Tensor, Sequence[Tensor | None], Saved]:
     """(the result, the tensors that backward reads, other facts for backward)."""
-    scaling, rows = with_copied_scales(given.scaling), operation.count(given)
+    scaling = with_copied_scales(given.scaling) if given.scaling.states else given.scaling
+    rows = operation.count(given)
     y, kept = operation.forward(given, facts, scaling, rows, out)
     tensors, layouts = pack(kept)
     return y if out is None else y.detach(), tensors, Saved(facts, scaling, layouts, rows)
@@ -300,7 +308,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of forward's arguments, from that of the result: dy [M, N]."""
         (dy,) = grad_outputs
-        if is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_compiling():
             return _backward(ctx, dy)
         sources = (dy, *ctx.saved_tensors)
         with torch.no_grad():
@@ -315,13 +323,14 @@ _apply: Callable[..., Any] = _parent.apply
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dy = dy.contiguous()
-    operation, biases, routes, buffer, for_leaf = ctx.rest
+    operation, biases, routes, accumulators, buffer, for_leaf = ctx.rest
     saved: Saved = ctx.saved
-    check_gradient(dy, buffer, [route.accumulators for route in routes])
+    if buffer is not None or accumulators:
+        check_gradient(dy, buffer, accumulators)
     kept = unpack(saved.layouts, ctx.saved_tensors)
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows are freed once they are no longer read
-    weights: list[list[Tensor | None]] = [route.nothing() for route in routes]
+    weights: list[list[Tensor | None] | None] = [None] * len(routes)
 
     def deliver(product: int, gradient: WeightGradient) -> None:
         weights[product] = routes[product].deliver(gradient)
@@ -331,18 +340,17 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if buffer is not None and dx is not None:
         dx = buffer.detach().clone() if for_leaf else buffer.detach()
     found = [None, dx, main.row_scale]  # None: of the argument before `receivers`
-    for each in weights:
-        found += each
+    for at, route in enumerate(routes):
+        found += weights[at] or route.nothing()
     for bias, facts in zip(main.biases, biases, strict=True):
-        found += _of_members(bias, *facts)
+        found += [None] * facts[0] if bias is None else _of_members(bias, *facts)
     return tuple(found)
 
 
-def _of_members(gradient: Tensor | None, count: int, packed: bool, live: Sequence[int]) -> list[Tensor | None]:
+def _of_members(gradient: Tensor, count: int, packed: bool, live: Sequence[int]) -> list[Tensor | None]:
     """The gradient of a bias, split into its tensors."""
     results: list[Tensor | None] = [None] * count
-    if gradient is not None:
-        parts = [gradient] if packed else gradient.unbind()
-        for at in live:
-            results[at] = parts[at]
+    parts = [gradient] if packed else gradient.unbind()
+    for at in live:
+        results[at] = parts[at]
     return results

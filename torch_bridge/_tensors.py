@@ -331,10 +331,10 @@ _ITSELVES = [(_ITSELF,) * count for count in range(32)]
 _ONE = PLAIN - {list}
 
 
-def pack(operands: Sequence[Any]) -> tuple[list[Tensor | None], Layouts]:
+def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
     """Operands as `save_for_backward` takes them: tensors, and the layouts from which `unpack` restores operands."""
     if _ONE.issuperset(map(type, operands)):
-        return list(operands), _ITSELVES[len(operands)]
+        return operands, _ITSELVES[len(operands)]
     tensors: list[Tensor | None] = []
     layouts: list[tuple[Layout, tuple[int, ...]]] = []
     for operand in operands:

@@ -105,7 +105,7 @@ def grouped_mlp(
     adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
     x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, (wi, wo), (wi_bias, wo_bias))
     arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
-    return run(MLP.name, arguments, wgrad_accum, implementation, out, grad_input, tuple(owners), (None, None))
+    return run(MLP.name, arguments, wgrad_accum, implementation, out, grad_input, owners, (None, None))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def _forward(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     (wi, wo), (wi_bias, wo_bias) = weights_of(given, facts, scaling), given.biases
     x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
-    extras = scaling.extras(2, FORWARD, training=training)
+    extras = scaling.extras(2, FORWARD, None, training=training)
     operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)  # those of MlpOperands
     y, x, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not training:
@@ -296,10 +296,10 @@ def _backward(
 ) -> MainGradients:
     x, h, z, sizes, probs, key, wi, wo, wi_bias, wo_bias = kept
     kept.clear()
-    scaling = saved.scaling.with_key(key)
-    buffer, of_both = grad_input if saved.facts.needs.x else None, scaling.extras(2, BACKWARD, training=True)
+    buffer = grad_input if saved.facts.needs.x else None
+    of_both, of_first = (saved.scaling.extras(products, BACKWARD, key, training=True) for products in (2, 1))
     at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, of_both)]  # those of HiddenOperands
-    first = [(x, wi, sizes, buffer, scaling.extras(1, BACKWARD, training=True))]  # of FirstOperands, from x on
+    first = [(x, wi, sizes, buffer, of_first)]  # of FirstOperands, from x on
     del x, h, z, wi, wo, dy
     return in_stages(saved, sizes, at_hidden, first, deliver)
 

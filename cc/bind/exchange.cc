@@ -58,7 +58,8 @@ class Exchange::Facts {
     append(device_);  // of all; replaced by that of the first tensor
   }
 
-  bool add(PyObject* operand) {
+  // `address` is set where the operand is a tensor.
+  bool add(PyObject* operand, uintptr_t* address) {
     if (operand == Py_None) {
       text_.push_back('-');
       return true;
@@ -66,6 +67,7 @@ class Exchange::Facts {
     if (PyList_Check(operand) || PyTuple_Check(operand)) return add_list(nb::borrow<nb::sequence>(operand));
     DlTensor t;
     if (!exchange_.view(operand, &t)) return false;
+    *address = address_of(t);
     text_.push_back(aligned(t) ? 't' : 'o');
     return add_spec(t);
   }
@@ -162,20 +164,22 @@ DlTensor Exchange::read(PyObject* object) const {
 
 int Exchange::threads() const { return threads_.is_none() ? 0 : nb::cast<int>(threads_()); }
 
-bool Exchange::append_facts(nb::handle operands, std::string* text) const {
+bool Exchange::append_facts(const std::vector<PyObject*>& operands, std::string* text,
+                            std::vector<uintptr_t>* addresses) const {
   Facts facts(*this, text);
-  const bool list = PyList_Check(operands.ptr()) != 0;
-  const Py_ssize_t count = list ? PyList_Size(operands.ptr()) : PyTuple_Size(operands.ptr());
-  if (count < 0) throw nb::python_error();
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!facts.add(list ? PyList_GetItem(operands.ptr(), i) : PyTuple_GetItem(operands.ptr(), i))) return false;
+  for (PyObject* operand : operands) {
+    uintptr_t address = 0;
+    if (!facts.add(operand, &address)) return false;
+    if (addresses != nullptr) addresses->push_back(address);
   }
   return true;
 }
 
 nb::object Exchange::describe(nb::tuple operands) const {
   std::string text;
-  if (!append_facts(operands, &text)) return nb::none();
+  std::vector<PyObject*> found;
+  for (nb::handle operand : operands) found.push_back(operand.ptr());
+  if (!append_facts(found, &text)) return nb::none();
   return nb::bytes(text.data(), text.size());
 }
 

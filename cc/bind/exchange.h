@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace grouped {
 
@@ -32,10 +33,12 @@ class Exchange {
   // Throws std::invalid_argument for what is no tensor in plain memory.
   DlTensor read(PyObject* object) const;
 
-  // Appends everything that planning looks at, of a list or tuple of operands: equal bytes, equal plans and workspaces.
-  // Bits that the dispatcher resolves (negated, zero tensors) are not seen, so launches stand inside operators. False
-  // where something is not in plain memory, not contiguous, or not on the one device of the others.
-  bool append_facts(nanobind::handle operands, std::string* text) const;
+  // Appends everything that planning looks at, of operands: equal bytes, equal plans and workspaces. Bits that the
+  // dispatcher resolves (negated, zero tensors) are not seen, so launches stand inside operators. False where something
+  // is not in plain memory, not contiguous, or not on the one device of the others.
+  // `addresses`, where it is given, gets the address of each operand, 0 for what is no tensor.
+  bool append_facts(const std::vector<PyObject*>& operands, std::string* text,
+                    std::vector<uintptr_t>* addresses = nullptr) const;
 
   nanobind::object describe(nanobind::tuple operands) const;
   nanobind::bytes addresses(nanobind::sequence members) const;
