@@ -202,7 +202,8 @@ def linear_arguments(
     w_master = None if master is operand else _master_facts(master)
     options = (_LINEAR, bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names, x_master, w_master)
     operands = (rows, operand, sizes, bias, row_scale)
-    cache, arrays, found = _known(options, operands, (bound,))
+    free = bound.state is None and bound.key is None
+    cache, arrays, found = _known(options, operands, () if free else (bound,))
     if found is None:
         sizes, op, specs = _check_linear(operands, bound, options)
         found = Checked(op, specs, lists_of((members(master),), (bias,)))
@@ -221,7 +222,7 @@ def linear_arguments(
         leaf,
         (leaves,),
         found,
-        _UNBOUND if bound.state is None and bound.key is None else _scaling(bound),
+        _UNBOUND if free else _scaling(bound),
         isinstance(wgrad_accum, str),
         (accumulators,),
         caches,

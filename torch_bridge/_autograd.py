@@ -212,7 +212,7 @@ class _Rest(NamedTuple):
     """What backward takes besides what forward saves.
 
     Attributes:
-        biases: for each, the number of its tensors, whether it is packed, and those that need a gradient.
+        biases: for each, the number of its tensors, whether it is packed, and those that need a gradient; () without.
         routes: of the gradients of weights, which may go to `accumulators`, for each weight.
         grad_input: the buffer for dx. for_leaf: whether x is a leaf.
     """
@@ -254,6 +254,7 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> As
     needs = operation.needs(needs_x, several[:weights], needs_scale, several[weights:])
     facts = operation.facts(checked.op, checked.specs, needs)
     biases = [(*own, some) for own, some in zip(lists[weights:], live[weights:], strict=True)]
+    biases = biases if any(count for count, *_ in biases) else ()
     named = zip(operation.weights, lists, live, strict=False)
     routes = [Route(name, count, packed, own) for name, (count, packed), own in named]
     asked = checked.asked[needed] = Asked(facts, tuple(live[:weights]), _Rest(operation, tuple(biases), routes))
@@ -296,12 +297,12 @@ class _Differentiable(torch.autograd.Function):
         """`static` is one argument, because each costs time. `receivers`: those of `Arguments.receivers`."""
         del receivers
         given, facts, rest, out = static
-        y, tensors, ctx.saved = forward_and_saved(rest.operation, given, facts, out)
+        y, tensors, saved = forward_and_saved(rest.operation, given, facts, out)
         if _saved.listeners:
-            _saved.tell(tensors, saved_names(rest.operation, ctx.saved))
+            _saved.tell(tensors, saved_names(rest.operation, saved))
         ctx.save_for_backward(*tensors)
         # NOTE: routes are not saved tensors: destinations may change until backward, which needs Parameters themselves.
-        ctx.rest = rest
+        ctx.facts = saved, rest
         return y
 
     @staticmethod
@@ -313,7 +314,7 @@ class _Differentiable(torch.autograd.Function):
         sources = (dy, *ctx.saved_tensors)
         with torch.no_grad():
             found = _backward(ctx, dy)
-        return once_differentiable(ctx.rest.operation.name, found, sources)
+        return once_differentiable(ctx.facts[1].operation.name, found, sources)
 
 
 # The public `apply` looks for transforms of functorch, which arguments were refused for, in each argument.
@@ -323,8 +324,8 @@ _apply: Callable[..., Any] = _parent.apply
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dy = dy.contiguous()
-    operation, biases, routes, accumulators, buffer, for_leaf = ctx.rest
-    saved: Saved = ctx.saved
+    saved, rest = ctx.facts
+    operation, biases, routes, accumulators, buffer, for_leaf = rest
     if buffer is not None or accumulators:
         check_gradient(dy, buffer, accumulators)
     kept = unpack(saved.layouts, ctx.saved_tensors)
@@ -342,7 +343,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     found = [None, dx, main.row_scale]  # None: of the argument before `receivers`
     for at, route in enumerate(routes):
         found += weights[at] or route.nothing()
-    for bias, facts in zip(main.biases, biases, strict=True):
+    for bias, facts in zip(main.biases, biases, strict=False):
         found += [None] * facts[0] if bias is None else _of_members(bias, *facts)
     return tuple(found)
 

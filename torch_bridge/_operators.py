@@ -100,7 +100,7 @@ def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any
     """
     if not is_compiling() and _modes() == 0 and not _profiling():
         flags = debug_flags()
-        results = None if flags else prepared.programs.run(operands, rows, _record.watch(flags, -1))
+        results = None if flags else prepared.run(operands, rows, _record.watch(flags, -1))
         if results is not None:
             return results
         operands = flattened(operands.pop() if isinstance(operands, list) else operands)

@@ -86,12 +86,13 @@ class Rule:
 class Prepared:
     """A rule with its static facts, and the programs that were planned for it, by the facts of its operands."""
 
-    __slots__ = ("programs", "rule", "static")
+    __slots__ = ("programs", "rule", "run", "static")
 
     def __init__(self, rule: Rule, static: Hashable) -> None:
         self.rule = rule
         self.static = static
         self.programs = facts_cache()
+        self.run = self.programs.run
 
 
 prepare = lru_cache(maxsize=1024)(Prepared)
