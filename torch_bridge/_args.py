@@ -189,14 +189,7 @@ def linear_arguments(
     refuse_transforms("grouped_linear", x, weight, bias, row_scale)
     bound = linear_spec.recipe_option(recipe)
     sizes, rows_hint = unwrap(group_sizes)
-    leaf: Any = x
-    rows: Any = x
-    if type(x) not in PLAIN:
-        leaf, rows = _master_and_operand(x)
-    master: Any = weight
-    operand: Any = weight
-    if type(weight) not in PLAIN:
-        master, operand = _master_and_operand(weight)
+    (leaf, rows), (master, operand) = _master_and_operand(x), _master_and_operand(weight)
     names = linear_spec.implementation_names(implementation)
     x_master = None if leaf is rows else _master_facts(leaf)
     w_master = None if master is operand else _master_facts(master)
@@ -381,7 +374,8 @@ def _arguments_of_mlp(
         two,
     )
     operands = (rows, first, second, sizes, probs, wi_bias, wo_bias)
-    cache, arrays, found = _known(options, operands, bounds)
+    free = bounds[0].state is None and bounds[0].key is None
+    cache, arrays, found = _known(options, operands, () if free and len(bounds) == 1 else bounds)
     if found is None:
         sizes, op, specs = _check_mlp(operands, bounds, options)
         found = Checked(op, specs, lists_of((members(wi_master), members(wo_master)), (wi_bias, wo_bias)))
@@ -396,19 +390,19 @@ def _arguments_of_mlp(
         rows,
         weights,
         sizes,
-        (whole_operand(wi_bias), whole_operand(wo_bias)),
+        (None if wi_bias is None else whole_operand(wi_bias), None if wo_bias is None else whole_operand(wo_bias)),
         probs,
         leaf,
         leaves,
         found,
-        _UNBOUND if bounds[0].state is None and bounds[0].key is None else _scaling(*bounds),
+        _UNBOUND if free else _scaling(*bounds),
         isinstance(wgrad_accum, str),
         accumulators,
         caches,
         (names.wi, names.wo),
     )
-    written = [(f"{names.accum}[{at}]", each) for at, some in enumerate(accumulators) for each in some]
-    if written:
+    if any(accumulators):
+        written = [(f"{names.accum}[{at}]", each) for at, some in enumerate(accumulators) for each in some]
         check_apart_from_operands(written, arguments)
     return arguments
 
@@ -596,6 +590,8 @@ def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
 
 def _master_and_operand(operand: Any) -> tuple[Any, Any]:
     """(the tensor that receives the gradient, the operand itself)."""
+    if type(operand) in PLAIN:
+        return operand, operand
     return master_of(operand), operand.q if isinstance(operand, StraightThrough) else operand
 
 
