@@ -414,7 +414,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
         del x, wi, dh, of_dh, u_wi
         dx, db1, *grads = call_prepared(facts.first, operands, saved.rows)
         _deliver(saved, sizes, 0, PairGrads(*grads), deliver)
-    return MainGradients(dx, dp, (db1, db2))
+    return dx, dp, (db1, db2)
 
 
 def _deliver(saved: Saved, sizes: Tensor, at: int, grads: PairGrads, deliver: Deliver) -> None:

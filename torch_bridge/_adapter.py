@@ -219,7 +219,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
         deliver(0, WeightGradient(adapter.down(base), factors[0], rows_a, dy_a, sizes, saved.rows))
     if needs.b:
         deliver(1, WeightGradient(adapter.up(base), factors[1], rows_b, dy_b, sizes, saved.rows))
-    return MainGradients(dx, dc, (db,))
+    return dx, dc, (db,)
 
 
 def _needs(x: bool, weights: Sequence[bool], row_scale: bool, biases: Sequence[bool]) -> LoraNeeds:

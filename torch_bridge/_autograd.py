@@ -66,13 +66,8 @@ class Saved:
     rows: Any
 
 
-@dataclass(slots=True, eq=False)
-class MainGradients:
-    """All gradients except those of weights: of x, of the row scale or probabilities, and of each bias [G, N]."""
-
-    x: Tensor | None
-    row_scale: Tensor | None
-    biases: tuple[Tensor | None, ...]
+MainGradients = tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
+"""All gradients except those of weights: of x, of the row scale or probabilities, and of each bias [G, N]."""
 
 
 def _rows_of_x(given: Arguments) -> Any:
@@ -336,21 +331,22 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     def deliver(product: int, gradient: WeightGradient) -> None:
         weights[product] = routes[product].deliver(gradient)
 
-    main = operation.backward(saved, kept, dy, buffer, deliver)
-    dx = main.x
+    dx, of_scale, of_biases = operation.backward(saved, kept, dy, buffer, deliver)
     if buffer is not None and dx is not None:
         dx = buffer.detach().clone() if for_leaf else buffer.detach()
-    found = [None, dx, main.row_scale]  # None: of the argument before `receivers`
+    found = [None, dx, of_scale]  # None: of the argument before `receivers`
     for at, route in enumerate(routes):
         found += weights[at] or route.nothing()
-    for bias, facts in zip(main.biases, biases, strict=False):
-        found += [None] * facts[0] if bias is None else _of_members(bias, *facts)
+    for at, facts in enumerate(biases):
+        found += _of_members(of_biases[at], *facts)
     return tuple(found)
 
 
-def _of_members(gradient: Tensor, count: int, packed: bool, live: Sequence[int]) -> list[Tensor | None]:
+def _of_members(gradient: Tensor | None, count: int, packed: bool, live: Sequence[int]) -> list[Tensor | None]:
     """The gradient of a bias, split into its tensors."""
     results: list[Tensor | None] = [None] * count
+    if gradient is None:
+        return results
     parts = [gradient] if packed else gradient.unbind()
     for at in live:
         results[at] = parts[at]

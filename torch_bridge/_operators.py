@@ -17,7 +17,6 @@ from torch import Tensor
 
 from grouped_core.debug import debug_flags
 from torch_bridge import _codec, _fake, _record
-from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._record import Prepared, Rule, prepare, results_of
 from torch_bridge._tensors import Layout, Leaf, flats, flatten_all, flattened, opened, written_leaves
@@ -98,9 +97,8 @@ def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any
             frame may hold an argument itself until the call returns: it does under a hook of frame evaluation, which
             Dynamo leaves after a failed compilation.
     """
-    if not is_compiling() and _modes() == 0 and not _profiling():
-        flags = debug_flags()
-        results = None if flags else prepared.run(operands, rows, _record.watch(flags, -1))
+    if _modes() == 0 and not _profiling():
+        results = None if debug_flags() else prepared.run(operands, rows, _record.observer)
         if results is not None:
             return results
         operands = flattened(operands.pop() if isinstance(operands, list) else operands)

@@ -408,7 +408,7 @@ def execute(program: Program, leaves: list[Any], rows: int) -> list[Any]:
     if program.sizes is not None and "sizes" in flags:
         note_sizes(leaves[program.sizes], rows)
     run, device = program.steps.run, program.device
-    watched = watch(flags, device)
+    watched = partial(_launch, flags, device, observer) if flags else observer
     if device < 0:
         return run(leaves, 0, watched)
     if device != current_device():
@@ -459,15 +459,15 @@ def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
     return first.device
 
 
-def watch(flags: frozenset[str], device: int) -> Callable[..., None] | None:
-    """What runs in place of each launch, with the arguments that `_native.Program.run` describes; None: the launch."""
-    return partial(_launch, flags, device) if flags else None
+observer: Callable[..., None] | None = None
+"""What runs in place of each launch, with the arguments that `_native.Program.run` describes; for tests."""
 
 
 def _launch(
     flags: frozenset[str],
     device: int,
-    _: str,
+    instead: Callable[..., None] | None,
+    name: str,
     launcher: _native.Launcher,
     values: list[Any],
     made: tuple[int, ...],
@@ -476,7 +476,10 @@ def _launch(
     """One launch with the checks of GROUPED_DEBUG."""
     if "poison" in flags:
         _poison(None if launcher.continues else values[-1], *(values[register] for register in made))
-    launcher.launch(values, stream)
+    if instead is None:
+        launcher.launch(values, stream)
+    else:
+        instead(name, launcher, values, made, stream)
     if "sync" in flags and device >= 0 and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize(device)
 

@@ -348,10 +348,9 @@ def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
         else:
             leaves: list[Any] = []
             layout = flatten(operand, leaves)
-            counts = _counts(leaves)
-            layouts.append((layout, counts))
-            for leaf, count in zip(leaves, counts, strict=True):
-                tensors += [leaf] if count < 0 else leaf
+            layouts.append((layout, _counts(leaves)))
+            for leaf in leaves:
+                tensors += leaf if isinstance(leaf, (list, tuple)) else (leaf,)
     return tensors, tuple(layouts)
 
 

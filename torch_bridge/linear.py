@@ -241,7 +241,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     dx, db, dc, rows, of_dy = call_prepared(facts.main, operands, saved.rows)
     if facts.needs.w:
         deliver(0, WeightGradient(facts.op, facts.specs[1], rows, of_dy, sizes, saved.rows))
-    return MainGradients(dx, dc, (db,))
+    return dx, dc, (db,)
 
 
 def _needs(x: bool, weights: Sequence[bool], row_scale: bool, biases: Sequence[bool]) -> Needs:

@@ -333,7 +333,7 @@ def in_stages(
         dx, db1, rows, dh = call_prepared(facts.first_product, operands, saved.rows)
         if needs.wi:
             deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes, saved.rows, tokens))
-    return MainGradients(dx, dp, (db1, db2))
+    return dx, dp, (db1, db2)
 
 
 def needs_of(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]) -> MlpNeeds:
