@@ -292,7 +292,9 @@ def _program(
     index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
     leaves_of = [at for output in recording.outputs for at in output.leaves]
     returned = {at[1] for at in leaves_of if isinstance(at, tuple)}
-    results = [[-1 if n is None else -2 - n[1] if isinstance(n, tuple) else n for n in ats] for _, ats in recording.outputs]
+    results = [
+        [-1 if n is None else -2 - n[1] if isinstance(n, tuple) else n for n in ats] for _, ats in recording.outputs
+    ]
     native = _native.Program(
         steps,
         [(same(own[0]), ats) if own[0] else ats[0] for own, ats in zip(recording.outputs, results, strict=True)],

@@ -397,30 +397,32 @@ void define_program(nb::module_& module) {
           "operand; none: 0 for all. `part`: of those of the plan, whose other slots are absent; -1: the whole. Parts\n"
           "run in order, and nothing else writes to the workspace between them.")
       .def_prop_ro("continues", &Launcher::continues, "Whether the workspace holds what an earlier part left in it.")
-      .def("launch", nb::overload_cast<nb::list, uintptr_t>(&Launcher::launch, nb::const_), nb::arg("values"), nb::arg("stream"),
-           nb::sig("def launch(self, values: list, stream: int) -> None"),
+      .def("launch", nb::overload_cast<nb::list, uintptr_t>(&Launcher::launch, nb::const_), nb::arg("values"),
+           nb::arg("stream"), nb::sig("def launch(self, values: list, stream: int) -> None"),
            "Runs the kernel; otherwise as `Plan.launch`. Raises ValueError for a workspace that is too small.");
   nb::class_<Program>(module, "Program", "The planned steps of a rule, which run on the tensors of a list.")
-      .def(nb::init<nb::list, nb::sequence, std::vector<int>, int, nb::object, nb::object, nb::object, nb::object,
-                    nb::object>(),
-           nb::arg("steps"), nb::arg("results"), nb::arg("released"), nb::arg("registers"), nb::arg("workspace").none(),
-           nb::arg("empty"), nb::arg("table_of"), nb::arg("flat").none() = nb::none(),
-           nb::arg("place").none() = nb::none(),
-           nb::sig("def __init__(self, steps: list[tuple], "
-                   "results: collections.abc.Sequence[int | tuple[object, collections.abc.Sequence[int]]], "
-                   "released: collections.abc.Sequence[int], registers: int, "
-                   "workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, "
-                   "empty: collections.abc.Callable[..., object], "
-                   "table_of: collections.abc.Callable[[typing.Any], object], flat: type | None = None, "
-                   "place: tuple[int, collections.abc.Callable[[], int], collections.abc.Callable[[int], int]] | None "
-                   "= None) -> None"),
-           "A new tensor is given by the arguments of `empty`, (shape, strides, dtype), also the workspace.\n\n"
-           "`steps`: launches (name, launcher, ((register, new tensor), ...), registers that no later step reads) and\n"
-           "casts (register, register of the result, dtype). `results`: of each a register, -1 for None, or leaf n as\n"
-           "-2 - n; or (layout, several of these), of which `flat` makes one result. `released`: leaves that are taken\n"
-           "out of the list. `registers`: their number; those of the leaves that are there come first, and the workspace\n"
-           "is the last. `table_of` makes a tensor of a leaf that is a list. `place`: the CUDA device, what tells the\n"
-           "current one, and what tells the current stream of a device; None: the CPU.")
+      .def(
+          nb::init<nb::list, nb::sequence, std::vector<int>, int, nb::object, nb::object, nb::object, nb::object,
+                   nb::object>(),
+          nb::arg("steps"), nb::arg("results"), nb::arg("released"), nb::arg("registers"), nb::arg("workspace").none(),
+          nb::arg("empty"), nb::arg("table_of"), nb::arg("flat").none() = nb::none(),
+          nb::arg("place").none() = nb::none(),
+          nb::sig("def __init__(self, steps: list[tuple], "
+                  "results: collections.abc.Sequence[int | tuple[object, collections.abc.Sequence[int]]], "
+                  "released: collections.abc.Sequence[int], registers: int, "
+                  "workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, "
+                  "empty: collections.abc.Callable[..., object], "
+                  "table_of: collections.abc.Callable[[typing.Any], object], flat: type | None = None, "
+                  "place: tuple[int, collections.abc.Callable[[], int], collections.abc.Callable[[int], int]] | None "
+                  "= None) -> None"),
+          "A new tensor is given by the arguments of `empty`, (shape, strides, dtype), also the workspace.\n\n"
+          "`steps`: launches (name, launcher, ((register, new tensor), ...), registers that no later step reads) and\n"
+          "casts (register, register of the result, dtype). `results`: of each a register, -1 for None, or leaf n as\n"
+          "-2 - n; or (layout, several of these), of which `flat` makes one result. `released`: leaves that are taken\n"
+          "out of the list. `registers`: their number; those of the leaves that are there come first, and the "
+          "workspace\n"
+          "is the last. `table_of` makes a tensor of a leaf that is a list. `place`: the CUDA device, what tells the\n"
+          "current one, and what tells the current stream of a device; None: the CPU.")
       .def(
           "run", &Program::run, nb::arg("leaves"), nb::arg("stream"), nb::arg("watch").none() = nb::none(),
           nb::sig("def run(self, leaves: list, stream: int, watch: collections.abc.Callable[[str, Launcher, list, "
@@ -443,7 +445,8 @@ void define_program(nb::module_& module) {
            nb::sig("def run(self, operands: tuple[object, ...] | list[tuple[object, ...]], number: int, "
                    "watch: collections.abc.Callable[[str, Launcher, list, tuple[int, ...], int], None] | None = None) "
                    "-> list | None"),
-           "What `find` and `Program.run` do, where the object that was kept is a tuple that starts with a program: the\n"
+           "What `find` and `Program.run` do, where the object that was kept is a tuple that starts with a program: "
+           "the\n"
            "results on the current stream. None where `find` has no answer or another device is current.\n"
            "`operands`: or a list with only them, from which they are taken, so that they are freed after their last "
            "use.")
