@@ -7,6 +7,7 @@ Letters: G groups, M rows, T tokens, k experts per token, K hidden size of the m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -286,7 +287,8 @@ _ROUTED_FIRST = define(
 # Forward and backward
 
 
-class _Facts(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Facts:
     """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
 
     Attributes:

@@ -189,7 +189,8 @@ def linear_arguments(
     refuse_transforms("grouped_linear", x, weight, bias, row_scale)
     bound = linear_spec.recipe_option(recipe)
     sizes, rows_hint = unwrap(group_sizes)
-    (leaf, rows), (master, operand) = _master_and_operand(x), _master_and_operand(weight)
+    leaf, rows = (x, x) if type(x) in PLAIN else _master_and_operand(x)
+    master, operand = (weight, weight) if type(weight) in PLAIN else _master_and_operand(weight)
     names = linear_spec.implementation_names(implementation)
     x_master = None if leaf is rows else _master_facts(leaf)
     w_master = None if master is operand else _master_facts(master)
@@ -355,8 +356,9 @@ def _arguments_of_mlp(
         wi = _joined_pair(x, wi, wgrad_accum, rhs_transposed, activation, recipe, residuals)
     refuse_transforms("grouped_mlp" if names is MLP_NAMES else "routed_mlp", x, wi, wo, probs, wi_bias, wo_bias)
     bounds = recipe if isinstance(recipe, tuple) else (linear_spec.recipe_option(recipe),)
-    leaf, rows = _master_and_operand(x)
-    (wi_master, first), (wo_master, second) = _master_and_operand(wi), _master_and_operand(wo)
+    leaf, rows = (x, x) if type(x) in PLAIN else _master_and_operand(x)
+    wi_master, first = (wi, wi) if type(wi) in PLAIN else _master_and_operand(wi)
+    wo_master, second = (wo, wo) if type(wo) in PLAIN else _master_and_operand(wo)
     paired = is_pair(first)
     pinned = linear_spec.implementation_names(implementation)
     one = None if wi_master is first else _master_facts(wi_master)
@@ -590,8 +592,6 @@ def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
 
 def _master_and_operand(operand: Any) -> tuple[Any, Any]:
     """(the tensor that receives the gradient, the operand itself)."""
-    if type(operand) in PLAIN:
-        return operand, operand
     return master_of(operand), operand.q if isinstance(operand, StraightThrough) else operand
 
 

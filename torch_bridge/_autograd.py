@@ -142,8 +142,9 @@ def differentiable(
             receivers, needed = _with_stand_ins(given, receivers, needed)
     checked = given.checked
     asked: Asked = checked.asked.get(needed) or _ask(operation, checked, needed)
-    if not asked.facts.training:
-        y, _ = operation.forward(given, asked.facts, given.scaling, operation.count(given), out)
+    facts = asked.facts
+    if not facts.training:
+        y, _ = operation.forward(given, facts, given.scaling, operation.count(given), out)
         return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
     rest = asked.rest
     if elsewhere:
@@ -158,7 +159,7 @@ def differentiable(
     if grad_input is not None:
         rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)
     apply = _apply if overwrite is None else _Differentiable.apply
-    return apply((given, asked.facts, rest, out), *receivers)
+    return apply((given, facts, rest, out), *receivers)
 
 
 def _with_stand_ins(
@@ -220,7 +221,8 @@ class _Rest(NamedTuple):
     for_leaf: bool = False
 
 
-class Asked(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Asked:
     """What follows from the gradients that are needed.
 
     Attributes:

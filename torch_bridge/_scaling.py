@@ -5,8 +5,9 @@ R roles, x, weight and dy of each product in this order; G groups, L steps of hi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ FORWARD, BACKWARD = (X, WEIGHT), (X, WEIGHT, DY)
 """The roles that are quantised in forward, and those in backward, which may quantise again."""
 
 
-class Scaling(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Scaling:
     """What is bound to one operation.
 
     Attributes:

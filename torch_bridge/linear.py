@@ -6,6 +6,7 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -189,7 +190,8 @@ _MAIN_GRADS = define(
 # Forward and backward
 
 
-class _Facts(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Facts:
     """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
 
     Attributes:

@@ -7,6 +7,7 @@ activations, else F.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -228,7 +229,8 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
-class MlpFacts(NamedTuple):
+@dataclass(slots=True, eq=False)
+class MlpFacts:
     """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
 
     Attributes:
