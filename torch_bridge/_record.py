@@ -296,6 +296,7 @@ def _program(
         [-1 if n is None else -2 - n[1] if isinstance(n, tuple) else n for n in ats] for _, ats in recording.outputs
     ]
     native = _native.Program(
+        EXCHANGE,
         steps,
         [(same(own[0]), ats) if own[0] else ats[0] for own, ats in zip(recording.outputs, results, strict=True)],
         [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in returned],

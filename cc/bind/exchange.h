@@ -18,6 +18,13 @@ size_t bytes_of(const DlTensor& t);
 
 struct ExchangeTable;
 
+// Addresses of operands, one after another: that of a tensor, those of the members of a list (0: skipped), none of
+// None.
+struct Addresses {
+  std::vector<uintptr_t> all;
+  std::vector<size_t> ends;  // of the part of each operand
+};
+
 class Exchange {
  public:
   // `plain_subclass`: has no dispatch of its own and is recognised without asking for it; None: there is none.
@@ -36,9 +43,11 @@ class Exchange {
   // Appends everything that planning looks at, of operands: equal bytes, equal plans and workspaces. Bits that the
   // dispatcher resolves (negated, zero tensors) are not seen, so launches stand inside operators. False where something
   // is not in plain memory, not contiguous, or not on the one device of the others.
-  // `addresses`, where it is given, gets the address of each operand, 0 for what is no tensor.
-  bool append_facts(const std::vector<PyObject*>& operands, std::string* text,
-                    std::vector<uintptr_t>* addresses = nullptr) const;
+  // `addresses` gets those of the operands.
+  bool append_facts(const std::vector<PyObject*>& operands, std::string* text, Addresses* addresses) const;
+
+  // Throws std::invalid_argument for what is no tensor in plain memory.
+  Addresses addresses_of(const std::vector<PyObject*>& operands) const;
 
   nanobind::object describe(nanobind::tuple operands) const;
   nanobind::bytes addresses(nanobind::sequence members) const;

@@ -128,14 +128,16 @@ struct Result {
 // Registers: the operands that are there, in order | what steps make ... | the workspace, which all launches share.
 //
 //   leaves   x   None   [w0, w1]          registers   x   table   y   workspace
-//            |            `-- table_of(list) -------------^       ^       ^
+//            |            `-- table_of(addresses) --------^       ^       ^
 //            `-- taken out of the list, so that               empty(shape, strides, dtype)
 //                x is freed after its last launch
 class Program {
  public:
-  Program(nb::list steps, nb::sequence results, std::vector<int> released, int registers, nb::object workspace,
-          nb::object empty, nb::object table_of, nb::object flat, nb::object place)
-      : released_(std::move(released)),
+  Program(nb::object exchange, nb::list steps, nb::sequence results, std::vector<int> released, int registers,
+          nb::object workspace, nb::object empty, nb::object table_of, nb::object flat, nb::object place)
+      : exchange_object_(std::move(exchange)),
+        exchange_(nb::cast<const Exchange*>(exchange_object_)),
+        released_(std::move(released)),
         registers_(registers),
         empty_(std::move(empty)),
         table_of_(std::move(table_of)),
@@ -160,18 +162,22 @@ class Program {
   };
 
   // Takes what a run needs of the leaves, after which the caller may let go of them.
-  // `addresses`: of the leaves, 0 where they are not known.
-  Started start(const std::vector<PyObject*>& leaves, const std::vector<uintptr_t>& addresses) const {
+  Started start(const std::vector<PyObject*>& leaves, const Addresses& addresses) const {
     Started started{list_of(static_cast<size_t>(registers_)), {}, {}};
     started.known.reserve(static_cast<size_t>(registers_));
     started.kept.reserve(leaves.size());
+    size_t begin = 0;
     for (size_t i = 0; i < leaves.size(); ++i) {
       const nb::object leaf = nb::borrow(leaves[i]);
       started.kept.push_back(leaf);
       if (leaf.is_none()) continue;
       const bool listed = PyList_Check(leaf.ptr()) || PyTuple_Check(leaf.ptr());
-      set_item(started.values, static_cast<Py_ssize_t>(started.known.size()), listed ? table_of_(leaf) : leaf);
-      started.known.push_back(addresses[i]);
+      const uintptr_t* own = addresses.all.data() + begin;
+      const size_t bytes = (addresses.ends[i] - begin) * sizeof(*own);
+      set_item(started.values, static_cast<Py_ssize_t>(started.known.size()),
+               listed ? table_of_(nb::bytes(own, bytes)) : leaf);
+      started.known.push_back(listed ? 0 : *own);
+      begin = addresses.ends[i];
     }
     started.known.resize(static_cast<size_t>(registers_));
     for (const int at : released_) started.kept.at(static_cast<size_t>(at)).reset();
@@ -205,7 +211,7 @@ class Program {
   nb::list run(nb::list leaves, uintptr_t stream, nb::object watch) const {
     std::vector<PyObject*> taken;
     for (nb::handle leaf : leaves) taken.push_back(leaf.ptr());
-    Started started = start(taken, std::vector<uintptr_t>(taken.size()));
+    Started started = start(taken, exchange_->addresses_of(taken));
     for (const int at : released_) set_item(leaves, at, nb::none());
     return finish(std::move(started), stream, std::move(watch));
   }
@@ -269,6 +275,8 @@ class Program {
     return started.kept.at(static_cast<size_t>(Result::kFirstLeaf - at));
   }
 
+  nb::object exchange_object_;
+  const Exchange* exchange_;
   std::vector<Step> steps_;
   std::vector<Result> results_;
   std::vector<int> released_;
@@ -299,7 +307,7 @@ class FactsCache {
   // NOTE: a launch lets other threads run, which may empty this cache, so `value` keeps the program.
   nb::object run(nb::object given, int64_t number, nb::object watch) const {
     const bool held = PyList_Check(given.ptr()) != 0;
-    nb::tuple operands = nb::borrow<nb::tuple>(held ? item_of(given, 0) : given.ptr());
+    auto operands = nb::cast<nb::tuple>(held ? nb::handle(item_of(given, 0)) : given);
     const Key key(*this, operands, number);
     const nb::object value = value_of(key);
     if (value.is_none()) return value;
@@ -330,14 +338,15 @@ class FactsCache {
   struct Key {
     std::string facts;
     std::vector<PyObject*> leaves;  // as long as the operands live
-    std::vector<uintptr_t> addresses;
+    Addresses addresses;
     bool known;
 
     Key(const FactsCache& cache, nb::handle operands, int64_t number) {
       constexpr size_t kUsual = 16;
       facts.reserve(512);
       leaves.reserve(kUsual);
-      addresses.reserve(kUsual);
+      addresses.all.reserve(kUsual);
+      addresses.ends.reserve(kUsual);
       append(number);
       const Py_ssize_t count = PyTuple_Size(operands.ptr());
       for (Py_ssize_t i = 0; i < count; ++i) {
@@ -402,17 +411,17 @@ void define_program(nb::module_& module) {
            "Runs the kernel; otherwise as `Plan.launch`. Raises ValueError for a workspace that is too small.");
   nb::class_<Program>(module, "Program", "The planned steps of a rule, which run on the tensors of a list.")
       .def(
-          nb::init<nb::list, nb::sequence, std::vector<int>, int, nb::object, nb::object, nb::object, nb::object,
-                   nb::object>(),
-          nb::arg("steps"), nb::arg("results"), nb::arg("released"), nb::arg("registers"), nb::arg("workspace").none(),
-          nb::arg("empty"), nb::arg("table_of"), nb::arg("flat").none() = nb::none(),
+          nb::init<nb::object, nb::list, nb::sequence, std::vector<int>, int, nb::object, nb::object, nb::object,
+                   nb::object, nb::object>(),
+          nb::arg("exchange"), nb::arg("steps"), nb::arg("results"), nb::arg("released"), nb::arg("registers"),
+          nb::arg("workspace").none(), nb::arg("empty"), nb::arg("table_of"), nb::arg("flat").none() = nb::none(),
           nb::arg("place").none() = nb::none(),
-          nb::sig("def __init__(self, steps: list[tuple], "
+          nb::sig("def __init__(self, exchange: Exchange, steps: list[tuple], "
                   "results: collections.abc.Sequence[int | tuple[object, collections.abc.Sequence[int]]], "
                   "released: collections.abc.Sequence[int], registers: int, "
                   "workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, "
                   "empty: collections.abc.Callable[..., object], "
-                  "table_of: collections.abc.Callable[[typing.Any], object], flat: type | None = None, "
+                  "table_of: collections.abc.Callable[[bytes], object], flat: type | None = None, "
                   "place: tuple[int, collections.abc.Callable[[], int], collections.abc.Callable[[int], int]] | None "
                   "= None) -> None"),
           "A new tensor is given by the arguments of `empty`, (shape, strides, dtype), also the workspace.\n\n"
@@ -421,8 +430,9 @@ void define_program(nb::module_& module) {
           "-2 - n; or (layout, several of these), of which `flat` makes one result. `released`: leaves that are taken\n"
           "out of the list. `registers`: their number; those of the leaves that are there come first, and the "
           "workspace\n"
-          "is the last. `table_of` makes a tensor of a leaf that is a list. `place`: the CUDA device, what tells the\n"
-          "current one, and what tells the current stream of a device; None: the CPU.")
+          "is the last. `table_of` makes a tensor of a leaf that is a list, from its `Exchange.addresses`. `place`: "
+          "the\n"
+          "CUDA device, what tells the current one, and what tells the current stream of a device; None: the CPU.")
       .def(
           "run", &Program::run, nb::arg("leaves"), nb::arg("stream"), nb::arg("watch").none() = nb::none(),
           nb::sig("def run(self, leaves: list, stream: int, watch: collections.abc.Callable[[str, Launcher, list, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import warnings
 import weakref
@@ -108,7 +109,7 @@ def test_addresses() -> None:
     members = [torch.zeros(4), None, torch.zeros(8)[4:]]
     expected = [0 if each is None else each.data_ptr() for each in members]
     assert memoryview(EXCHANGE.addresses(members)).cast("q").tolist() == expected
-    assert address_table(members, -1).tolist() == expected
+    assert address_table(EXCHANGE.addresses(members), -1).tolist() == expected
     with asserts.refused(ValueError, ["operand", "no tensor"]):
         EXCHANGE.addresses([torch.eye(3).to_sparse()])
     with asserts.refused(TypeError, ["exchange", "DLPack", "install"]):
@@ -197,6 +198,11 @@ def test_launchers_refuse_parts_that_are_not_there() -> None:
             _native.Launcher(EXCHANGE, plan, absent, part=part).launch([], 0)
 
 
+def _values_at(addresses: bytes) -> Tensor:
+    """float32 [n]: the value at each address."""
+    return torch.tensor([ctypes.c_float.from_address(each).value for each in memoryview(addresses).cast("q")])
+
+
 def _scaling_program(**changes: Any) -> _native.Program:
     """rows [2, 3] times scales, rounded to bf16; the leaves are rows, nothing, a list of scales, sizes."""
     specs = [("float32", (2, 3)), ("float32", (2,)), ("int32", (1,)), None]
@@ -204,13 +210,14 @@ def _scaling_program(**changes: Any) -> _native.Program:
     launcher = _native.Launcher(EXCHANGE, plan, [0, 1, 2, -1, 3, -1])
     new = ((2, 3), (3, 1), torch.float32)
     given = {
+        "exchange": EXCHANGE,
         "steps": [("scale_rows", launcher, ((3, new),), (0, 1, 2)), (3, 4, torch.bfloat16)],
         "results": [4, -1, -2 - 3],
         "released": [0],
         "registers": 6,
         "workspace": None,
         "empty": empty_on_cpu,
-        "table_of": torch.cat,
+        "table_of": _values_at,
     } | changes
     return _native.Program(**given)
 
