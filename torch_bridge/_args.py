@@ -372,8 +372,7 @@ def _arguments_of_mlp(
         two,
     )
     operands = (rows, first, second, sizes, probs, wi_bias, wo_bias)
-    free = bounds[0].state is None and bounds[0].key is None
-    cache, arrays, found = _known(options, operands, () if free and len(bounds) == 1 else bounds)
+    cache, arrays, found = _known(options, operands, bounds)
     if found is None:
         sizes, op, specs = _check_mlp(operands, bounds, options)
         found = Checked(op, specs, lists_of((members(wi_master), members(wo_master)), (wi_bias, wo_bias)))
@@ -393,7 +392,7 @@ def _arguments_of_mlp(
         leaf,
         leaves,
         found,
-        _UNBOUND if free else _scaling(*bounds),
+        _UNBOUND if bounds[0].state is None and bounds[0].key is None else _scaling(*bounds),
         isinstance(wgrad_accum, str),
         accumulators,
         caches,

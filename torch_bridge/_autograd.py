@@ -128,7 +128,7 @@ def differentiable(
     """The result for checked arguments, with an autograd history if a gradient is needed.
 
     Args:
-        overwrite: of a node of a graph, which is known from it to be one.
+        overwrite: only a node of a graph of torch.compile gives it.
     """
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
@@ -323,7 +323,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dy = dy.contiguous()
     saved, rest = ctx.facts
     operation, biases, routes, accumulators, buffer, for_leaf = rest
-    if buffer is not None or accumulators:
+    if buffer is not None or any(accumulators):
         check_gradient(dy, buffer, accumulators)
     kept = unpack(saved.layouts, ctx.saved_tensors)
     if not is_compiling():

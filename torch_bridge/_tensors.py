@@ -348,9 +348,12 @@ def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
         else:
             leaves: list[Any] = []
             layout = flatten(operand, leaves)
-            layouts.append((layout, _counts(leaves)))
-            for leaf in leaves:
-                tensors += leaf if isinstance(leaf, (list, tuple)) else (leaf,)
+            counts = _counts(leaves)
+            layouts.append((layout, counts))
+            if counts is _SINGLE[len(leaves)]:
+                tensors += leaves
+            else:
+                tensors += [each for leaf in leaves for each in (leaf if isinstance(leaf, (list, tuple)) else (leaf,))]
     return tensors, tuple(layouts)
 
 

@@ -298,10 +298,10 @@ def _backward(
 ) -> MainGradients:
     x, h, z, sizes, probs, key, wi, wo, wi_bias, wo_bias = kept
     kept.clear()
-    buffer = grad_input if saved.facts.needs.x else None
-    of_both, of_first = (saved.scaling.extras(products, BACKWARD, key, training=True) for products in (2, 1))
+    scaling, buffer = saved.scaling, grad_input if saved.facts.needs.x else None
+    of_both = scaling.extras(2, BACKWARD, key, training=True)
     at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, of_both)]  # those of HiddenOperands
-    first = [(x, wi, sizes, buffer, of_first)]  # of FirstOperands, from x on
+    first = [(x, wi, sizes, buffer, scaling.extras(1, BACKWARD, key, training=True))]  # of FirstOperands, from x on
     del x, h, z, wi, wo, dy
     return in_stages(saved, sizes, at_hidden, first, deliver)
 
