@@ -463,7 +463,7 @@ def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
 
 
 observer: Callable[..., None] | None = None
-"""What runs in place of each launch, with the arguments of `watch` of `_native.Program.run`; for tests and benchmarks."""
+"""`watch` of `_native.Program.run`: what tests and benchmarks run in place of each launch."""
 
 
 def _launch(
