@@ -67,7 +67,7 @@ def host_us(
 
 def launch_nothing() -> None:
     """Removes the kernel launch from every later call and keeps everything else."""
-    _record.watch = lambda flags, device: _nothing
+    _record.observer = _nothing
 
 
 def _nothing(*_: Any) -> None:
@@ -82,6 +82,7 @@ def torch_calls(device: str) -> dict[str, Callable[[], Any]]:
     sizes = torch.full((GROUPS,), ROWS // GROUPS, device=device, dtype=torch.int32)
     offsets = torch.cumsum(sizes, 0).to(torch.int32)
     leaf, parameter = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    parameters = [each.clone().requires_grad_() for each in members]
     result = torch_bridge.grouped_linear(leaf, parameter, sizes)
     dy = torch.randn_like(result)
     grouped_mm = torch.nn.functional.grouped_mm
@@ -96,6 +97,9 @@ def torch_calls(device: str) -> dict[str, Callable[[], Any]]:
         "grouped_linear, list of weights": lambda: torch_bridge.grouped_linear(x, members, sizes),
         "grouped_linear, backward": lambda: torch.autograd.grad(result, (leaf, parameter), dy, retain_graph=True),
         "grouped_linear, forward and backward": lambda: both(torch_bridge.grouped_linear(leaf, parameter, sizes)),
+        "grouped_linear, list of weights, forward and backward": lambda: torch.autograd.grad(
+            torch_bridge.grouped_linear(leaf, parameters, sizes), (leaf, *parameters), dy
+        ),
         "F.grouped_mm": lambda: grouped_mm(x, weight.transpose(1, 2), offs=offsets),
         "F.grouped_mm, with grad": lambda: grouped_mm(leaf, parameter.transpose(1, 2), offs=offsets),
         "F.grouped_mm, backward": lambda: torch.autograd.grad(peer, (leaf, parameter), dy, retain_graph=True),

@@ -172,15 +172,16 @@ class Launcher:
 class Program:
     """The planned steps of a rule, which run on the tensors of a list."""
 
-    def __init__(self, steps: list[tuple], results: Sequence[int], released: Sequence[int], registers: int, workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, empty: Callable[..., object], table_of: Callable[[Any], object]) -> None:
+    def __init__(self, exchange: Exchange, steps: list[tuple], results: Sequence[int | tuple[object, Sequence[int]]], released: Sequence[int], registers: int, workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, empty: Callable[..., object], table_of: Callable[[bytes], object], flat: type | None = None, place: tuple[int, Callable[[], int], Callable[[int], int]] | None = None) -> None:
         """
         A new tensor is given by the arguments of `empty`, (shape, strides, dtype), also the workspace.
 
         `steps`: launches (name, launcher, ((register, new tensor), ...), registers that no later step reads) and
         casts (register, register of the result, dtype). `results`: of each a register, -1 for None, or leaf n as
-        -2 - n. `released`: leaves that are taken out of the list. `registers`: their number; those of the leaves
-        that are there come first, and the workspace is the last. `table_of` makes a tensor of a leaf that is a
-        list.
+        -2 - n; or (layout, several of these), of which `flat` makes one result. `released`: leaves that are taken
+        out of the list. `registers`: their number; those of the leaves that are there come first, and the workspace
+        is the last. `table_of` makes a tensor of a leaf that is a list, from its `Exchange.addresses`. `place`: the
+        CUDA device, what tells the current one, and what tells the current stream of a device; None: the CPU.
         """
 
     def run(self, leaves: list, stream: int, watch: Callable[[str, Launcher, list, tuple[int, ...], int], None] | None = None) -> list:
@@ -202,6 +203,13 @@ class FactsCache:
         """
         The object that was kept for these facts; None where there is none, or `describe` has no answer. The leaves
         of the operands are appended to `leaves`.
+        """
+
+    def run(self, operands: tuple[object, ...] | list[tuple[object, ...]], number: int, watch: Callable[[str, Launcher, list, tuple[int, ...], int], None] | None = None) -> list | None:
+        """
+        What `find` and `Program.run` do, where the object that was kept is a tuple that starts with a program: the
+        results on the current stream. None where `find` has no answer or another device is current.
+        `operands`: or a list with only them, from which they are taken, so that they are freed after their last use.
         """
 
     def keep(self, operands: tuple[object, ...], number: int, value: object) -> None:

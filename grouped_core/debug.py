@@ -32,15 +32,18 @@ def debug_flags() -> frozenset[str]:
     """
     # NOTE: reads the dict inside `os.environ`, because `os.environ.get` raises and catches an error for a variable that
     # is not set, which takes as long as all other checks of a call.
-    return _parse_flags(os.environ._data.get(_VARIABLE))  # pyright: ignore[reportAttributeAccessIssue]
+    value = _environment.get(_VARIABLE)
+    return _NO_FLAGS if value is None else _parse_flags(value)
 
 
+_environment: dict[Any, Any] = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
 _VARIABLE = os.environ.encodekey("GROUPED_DEBUG")
+_NO_FLAGS: frozenset[str] = frozenset()
 
 
 @lru_cache(maxsize=16)
 def _parse_flags(value: Any) -> frozenset[str]:
-    text = "" if value is None else os.environ.decodevalue(value)
+    text = os.environ.decodevalue(value)
     flags = frozenset(part.strip() for part in text.split(",") if part.strip())
     if unknown := flags - set(FLAGS):
         raise ValueError(

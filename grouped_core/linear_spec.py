@@ -128,13 +128,16 @@ def recipe_option(recipe: Any) -> BoundRecipe:
     Raises:
         TypeError: it is none of these.
     """
+    if recipe is None:
+        return _NO_RECIPE
     if isinstance(recipe, BoundRecipe):
         return recipe
-    if recipe is not None and not isinstance(recipe, Recipe):
+    if not isinstance(recipe, Recipe):
         raise TypeError(f"`recipe`: {type(recipe).__name__}, expected None or a Recipe; pass one, e.g. BF16.")
     return _without_arrays(recipe)
 
 
+_NO_RECIPE = BoundRecipe(None)
 _without_arrays = lru_cache(maxsize=256)(BoundRecipe)
 
 

@@ -27,6 +27,7 @@ from grouped_core.recipes import plain
 MAX_RANK = 256
 LORA = "lora"
 """The argument of public functions that holds an adapter."""
+_NUMBERS = (int, float)
 
 
 @hashed_once
@@ -75,10 +76,10 @@ def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> 
         ValueError: `scaling` is not a finite number, `dropout` is not from 0 to 1 without 1, or a key is given without
             dropout, or the other way round.
     """
-    number = isinstance(scaling, (int, float)) and not isinstance(scaling, bool)
+    number = isinstance(scaling, _NUMBERS) and not isinstance(scaling, bool)
     if not number or not math.isfinite(scaling):
         raise ValueError(f"`{name}_scaling`: {scaling!r}, expected a finite number; pass alpha / r as a float.")
-    number = isinstance(dropout, (int, float)) and not isinstance(dropout, bool)
+    number = isinstance(dropout, _NUMBERS) and not isinstance(dropout, bool)
     if not number or not 0 <= dropout < 1:
         raise ValueError(f"`{name}_dropout`: {dropout!r}, expected 0 to 1, without 1; pass a rate such as 0.05.")
     if (key is None) == (dropout > 0):
@@ -156,16 +157,17 @@ def check_absent(scaling: Any, dropout: Any, key: Any, accum: Any) -> None:
     Raises:
         ValueError: an option is not its default.
     """
-    for name, other, default in (
-        ("scaling", not isinstance(scaling, (int, float)) or scaling != 1, 1.0),
-        ("dropout", not isinstance(dropout, (int, float)) or dropout != 0, 0.0),
-        ("key", key is not None, None),
-        ("wgrad_accum", accum is not None, None),
-    ):
-        if other:
-            raise ValueError(
-                f"`{LORA}_{name}`: given without `{LORA}`, expected {default}; pass an adapter (A, B), or leave it out."
-            )
+    if not isinstance(scaling, _NUMBERS) or scaling != 1:
+        name, default = "scaling", 1.0
+    elif not isinstance(dropout, _NUMBERS) or dropout != 0:
+        name, default = "dropout", 0.0
+    elif key is not None or accum is not None:
+        name, default = "wgrad_accum" if key is None else "key", None
+    else:
+        return
+    raise ValueError(
+        f"`{LORA}_{name}`: given without `{LORA}`, expected {default}; pass an adapter (A, B), or leave it out."
+    )
 
 
 def check_no_weight_gradient(**options: Any) -> None:

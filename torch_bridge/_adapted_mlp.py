@@ -7,6 +7,7 @@ Letters: G groups, M rows, T tokens, k experts per token, K hidden size of the m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -286,7 +287,8 @@ _ROUTED_FIRST = define(
 # Forward and backward
 
 
-class _Facts(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Facts:
     """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
 
     Attributes:
@@ -341,7 +343,7 @@ def _forward(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     wi, wo = _weights_of(given, facts, scaling)
     (wi_bias, wo_bias), sizes, probs, keep = given.biases, given.sizes, given.row_scale, facts.keep
-    extras = scaling.extras(2, FORWARD, training=facts.training)
+    extras = scaling.extras(2, FORWARD, None, training=facts.training)
     operands = (given.x, wi, wo, sizes, probs, wi_bias, wo_bias, out, *given.weights, given.key, extras)
     y, x, h, z, wi, wo, u_wi, u_wo = call_prepared(facts.forward, operands, m)  # operands: those of _Operands
     if not facts.training:
@@ -378,7 +380,7 @@ def _forward_of_tokens(
     (wi_bias, wo_bias), keep = given.biases, facts.keep
     if out is not None:
         linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), rows_spec(x))
-    extras = scaling.extras(2, FORWARD, training=facts.training)
+    extras = scaling.extras(2, FORWARD, None, training=facts.training)
     tokens = (x, given.sizes, given.row_scale, wi, wo, every_row(x), wi_bias, wo_bias, out)
     operands = (*tokens, *given.weights, given.key, extras)  # those of _TokenOperands
     y, sizes, source, inverse, probs, h, z, wi, wo, u_wi, u_wo = call_prepared(facts.forward, operands, m)
@@ -398,9 +400,9 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     sizes, *order = [kept.pop(0) for _ in range(1 if of_rows else 3)]
     probs, wi, wo, wi_bias, wo_bias, u_wi, u_wo, a_wi, b_wi, a_wo, b_wo, key, scaling_key = kept
     kept.clear()
-    scaling, needs = saved.scaling.with_key(scaling_key), facts.needs
+    scaling, needs = saved.scaling, facts.needs
     again = x if facts.op.base.residuals.policy == "save_input" else None
-    extras = scaling.extras(2, BACKWARD, training=True)
+    extras = scaling.extras(2, BACKWARD, scaling_key, training=True)
     rows = (again, h, z, wi, wo, sizes, *order, probs, wi_bias, wo_bias, dy)
     operands = [(*rows, u_wi, u_wo, b_wi, a_wo, b_wo, key, extras)]  # those of _HiddenOperands
     del rows, again, h, z, wo, u_wo, dy
@@ -409,12 +411,12 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     del grads
     dx = db1 = None
     if facts.first is not None:
-        buffer, extras = grad_input if needs.x else None, scaling.extras(1, BACKWARD, training=True)
+        buffer, extras = grad_input if needs.x else None, scaling.extras(1, BACKWARD, scaling_key, training=True)
         operands = [(x, wi, sizes, *order, dh, of_dh, u_wi, a_wi, b_wi, key, buffer, extras)]  # those of _FirstOperands
         del x, wi, dh, of_dh, u_wi
         dx, db1, *grads = call_prepared(facts.first, operands, saved.rows)
         _deliver(saved, sizes, 0, PairGrads(*grads), deliver)
-    return MainGradients(dx, dp, (db1, db2))
+    return dx, dp, (db1, db2)
 
 
 def _deliver(saved: Saved, sizes: Tensor, at: int, grads: PairGrads, deliver: Deliver) -> None:

@@ -6,6 +6,7 @@ Letters: G groups, M rows, K in, N out, r rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -159,7 +160,8 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 # Forward and backward
 
 
-class _Facts(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Facts:
     """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
 
     Attributes:
@@ -194,7 +196,7 @@ def _forward(
         needs = gradients.Needs(keep.w, False, False, False)
         forms = gradients.cached_forms(facts.op.base, needs, row_scale is not None)
         weight = with_forms(cache, weight, forms, scaling, 0, training=training)
-    extras = scaling.extras(1, FORWARD, training=training)
+    extras = scaling.extras(1, FORWARD, None, training=training)
     operands = (given.x, weight, a, b, given.sizes, bias, row_scale, out, given.key, extras)  # of AdaptedOperands
     y, x, weight, u = call_prepared(facts.forward, operands, m)
     if not training:
@@ -210,7 +212,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     kept.clear()
     facts: _Facts = saved.facts
     (base, adapter), needs, factors = facts.op, facts.needs, facts.specs.factors
-    extras = saved.scaling.with_key(scaling_key).extras(1, BACKWARD, training=True)
+    extras = saved.scaling.extras(1, BACKWARD, scaling_key, training=True)
     buffer = grad_input if needs.x else None
     operands = [(x, weight, u, a, b, sizes, bias, row_scale, dy, key, buffer, extras)]  # those of AdaptedGradOperands
     del x, weight, u, dy  # so that they are freed once no launch reads them
@@ -219,7 +221,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
         deliver(0, WeightGradient(adapter.down(base), factors[0], rows_a, dy_a, sizes, saved.rows))
     if needs.b:
         deliver(1, WeightGradient(adapter.up(base), factors[1], rows_b, dy_b, sizes, saved.rows))
-    return MainGradients(dx, dc, (db,))
+    return dx, dc, (db,)
 
 
 def _needs(x: bool, weights: Sequence[bool], row_scale: bool, biases: Sequence[bool]) -> LoraNeeds:

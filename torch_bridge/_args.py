@@ -173,8 +173,8 @@ def lists_of(leaves: Sequence[list[Tensor]], biases: Sequence[Members | None]) -
 
 
 def linear_arguments(
-    x: Tensor | QTensor[Tensor] | StraightThrough,
-    weight: Members | QTensor[Tensor] | StraightThrough,
+    x: Any,
+    weight: Any,
     group_sizes: Tensor | Sequence[int] | GroupSizes,
     rhs_transposed: bool,
     bias: Members | None,
@@ -189,20 +189,13 @@ def linear_arguments(
     refuse_transforms("grouped_linear", x, weight, bias, row_scale)
     bound = linear_spec.recipe_option(recipe)
     sizes, rows_hint = unwrap(group_sizes)
-    leaf: Any = x
-    rows: Any = x
-    if type(x) not in PLAIN:
-        leaf, rows = _master_and_operand(x)
-    master: Any = weight
-    operand: Any = weight
-    if type(weight) not in PLAIN:
-        master, operand = _master_and_operand(weight)
+    leaf, rows, x_master = (x, x, None) if type(x) in PLAIN else _with_master(x)
+    master, operand, w_master = (weight, weight, None) if type(weight) in PLAIN else _with_master(weight)
     names = linear_spec.implementation_names(implementation)
-    x_master = None if leaf is rows else _master_facts(leaf)
-    w_master = None if master is operand else _master_facts(master)
     options = (_LINEAR, bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names, x_master, w_master)
     operands = (rows, operand, sizes, bias, row_scale)
-    cache, arrays, found = _known(options, operands, (bound,))
+    free = bound.state is None and bound.key is None
+    cache, arrays, found = _known(options, operands, () if free else (bound,))
     if found is None:
         sizes, op, specs = _check_linear(operands, bound, options)
         found = Checked(op, specs, lists_of((members(master),), (bias,)))
@@ -221,7 +214,7 @@ def linear_arguments(
         leaf,
         (leaves,),
         found,
-        _UNBOUND if bound.state is None and bound.key is None else _scaling(bound),
+        _UNBOUND if free else _scaling(bound),
         isinstance(wgrad_accum, str),
         (accumulators,),
         caches,
@@ -361,12 +354,11 @@ def _arguments_of_mlp(
         wi = _joined_pair(x, wi, wgrad_accum, rhs_transposed, activation, recipe, residuals)
     refuse_transforms("grouped_mlp" if names is MLP_NAMES else "routed_mlp", x, wi, wo, probs, wi_bias, wo_bias)
     bounds = recipe if isinstance(recipe, tuple) else (linear_spec.recipe_option(recipe),)
-    leaf, rows = _master_and_operand(x)
-    (wi_master, first), (wo_master, second) = _master_and_operand(wi), _master_and_operand(wo)
+    leaf, rows, _ = (x, x, None) if type(x) in PLAIN else _with_master(x)
+    wi_master, first, one = (wi, wi, None) if type(wi) in PLAIN else _with_master(wi)
+    wo_master, second, two = (wo, wo, None) if type(wo) in PLAIN else _with_master(wo)
     paired = is_pair(first)
     pinned = linear_spec.implementation_names(implementation)
-    one = None if wi_master is first else _master_facts(wi_master)
-    two = None if wo_master is second else _master_facts(wo_master)
     options = (
         names,
         bool(rhs_transposed),
@@ -395,7 +387,7 @@ def _arguments_of_mlp(
         rows,
         weights,
         sizes,
-        (whole_operand(wi_bias), whole_operand(wo_bias)),
+        (None if wi_bias is None else whole_operand(wi_bias), None if wo_bias is None else whole_operand(wo_bias)),
         probs,
         leaf,
         leaves,
@@ -406,8 +398,8 @@ def _arguments_of_mlp(
         caches,
         (names.wi, names.wo),
     )
-    written = [(f"{names.accum}[{at}]", each) for at, some in enumerate(accumulators) for each in some]
-    if written:
+    if any(accumulators):
+        written = [(f"{names.accum}[{at}]", each) for at, some in enumerate(accumulators) for each in some]
         check_apart_from_operands(written, arguments)
     return arguments
 
@@ -539,7 +531,7 @@ def _joined_pair(
     """
     bound = recipe[0] if isinstance(recipe, tuple) else linear_spec.recipe_option(recipe)
     op = _mlp((MLP_NAMES, bool(rhs_transposed), activation, bound.recipe, residuals, 0, "", True))
-    if not joins(op, _master_and_operand(x)[1]):
+    if not joins(op, _with_master(x)[1]):
         return wi
     for at, half in enumerate(wi):
         check_operand(f"{MLP_NAMES.wi}[{at}]", half, wi[0])
@@ -593,11 +585,6 @@ def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
     return form.format, form.axis, tuple(form.shape), form.dtype, there
 
 
-def _master_and_operand(operand: Any) -> tuple[Any, Any]:
-    """(the tensor that receives the gradient, the operand itself)."""
-    return master_of(operand), operand.q if isinstance(operand, StraightThrough) else operand
-
-
 class _Master(NamedTuple):
     """Facts of the master tensors of a quantised operand: the dtype as a spec names it, and their form."""
 
@@ -606,12 +593,14 @@ class _Master(NamedTuple):
     packed: bool
 
 
-def _master_facts(master: Any) -> _Master | None:
-    """Those of a quantised operand's master tensors; None without any."""
-    if master is None:
-        return None
+def _with_master(operand: Any) -> tuple[Any, Any, _Master | None]:
+    """(what receives the gradient, the operand itself, facts of the former if it is the master of a quantised one)."""
+    master = master_of(operand)
+    if master is None or master is operand:
+        return master, operand, None
     several = members(master)
-    return _Master(dtype_name(several[0].dtype), len(several), is_packed(several))
+    facts = _Master(dtype_name(several[0].dtype), len(several), is_packed(several))
+    return master, operand.q if isinstance(operand, StraightThrough) else operand, facts
 
 
 def whole_operand(operand: Any) -> Any:
@@ -847,7 +836,7 @@ def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | Non
 
 def check_gradient(dy: Tensor, grad_input: Tensor | None, accumulators: Sequence[Sequence[Tensor | None]]) -> None:
     """BUF-2 for dy, which forward cannot check: dy is still read while the buffers are written."""
-    if (grad_input is None and not any(accumulators)) or is_compiling():
+    if is_compiling():
         return
     start, end = dy.data_ptr(), dy.data_ptr() + dy.nbytes
     for name, part in ((NAMES.grad_input, (grad_input,)), *((NAMES.accum, part) for part in accumulators)):

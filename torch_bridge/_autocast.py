@@ -7,24 +7,24 @@ either. A cast costs one pass per tensor and call; torch's cache of casts within
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grouped_core.formats import QTensor
-from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import Owner
 from torch_bridge._tensors import StraightThrough
 from torch_bridge.quantized_weight import QuantizedWeight
 
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # faster than asking for one device
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dtype_of(x: Any) -> torch.dtype | None:
     """The dtype of autocast for rows `x`, quantised or not; None if autocast is off on their device."""
-    if not is_compiling() and not torch._C._is_any_autocast_enabled():  # a fast check
+    if not _any_autocast():
         return None
     x = x.q if isinstance(x, StraightThrough) else x
     x = x.values if isinstance(x, QTensor) else x
@@ -47,7 +47,7 @@ def cast(operand: Any, dtype: torch.dtype | None) -> Any:
     return operand.to(dtype) if operand.dtype in _CAST and operand.dtype != dtype else operand
 
 
-Operands = tuple[Any, Sequence[Any], Sequence[Any], Sequence[Owner | None]]
+Operands = tuple[Any, Sequence[Any], Sequence[Any], tuple[Owner | None, ...]]
 """x, weights, biases, and for each weight the owner of its `main_grad` and flags if that is not the weight itself."""
 
 
@@ -56,7 +56,7 @@ def operands(x: Any, weights: Sequence[Any], biases: Sequence[Any]) -> Operands:
     dtype = dtype_of(x)
     if dtype is None:
         return x, weights, biases, (None,) * len(weights)
-    return cast(x, dtype), cast(weights, dtype), cast(biases, dtype), [_owner(each) for each in weights]
+    return cast(x, dtype), cast(weights, dtype), cast(biases, dtype), tuple([_owner(each) for each in weights])
 
 
 def _owner(weight: Any) -> Owner | None:

@@ -66,13 +66,8 @@ class Saved:
     rows: Any
 
 
-@dataclass(slots=True, eq=False)
-class MainGradients:
-    """All gradients except those of weights: of x, of the row scale or probabilities, and of each bias [G, N]."""
-
-    x: Tensor | None
-    row_scale: Tensor | None
-    biases: tuple[Tensor | None, ...]
+MainGradients = tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
+"""All gradients except those of weights: of x, of the row scale or probabilities, and of each bias [G, N]."""
 
 
 def _rows_of_x(given: Arguments) -> Any:
@@ -130,7 +125,11 @@ def differentiable(
     owners: Owners | None = None,
     overwrite: Overwrites | None = None,
 ) -> Tensor:
-    """The result for checked arguments, with an autograd history if a gradient is needed."""
+    """The result for checked arguments, with an autograd history if a gradient is needed.
+
+    Args:
+        overwrite: only a node of a graph of torch.compile gives it.
+    """
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
     elsewhere = given.to_main_grad or any(given.accumulators) or (owners is not None and any(owners))
@@ -143,8 +142,9 @@ def differentiable(
             receivers, needed = _with_stand_ins(given, receivers, needed)
     checked = given.checked
     asked: Asked = checked.asked.get(needed) or _ask(operation, checked, needed)
-    if not asked.facts.training:
-        y, _ = operation.forward(given, asked.facts, given.scaling, operation.count(given), out)
+    facts = asked.facts
+    if not facts.training:
+        y, _ = operation.forward(given, facts, given.scaling, operation.count(given), out)
         return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
     rest = asked.rest
     if elsewhere:
@@ -154,11 +154,12 @@ def differentiable(
         check_listed_once(
             *((name, leaves, owner, given.to_main_grad or len(accum) > 0) for name, leaves, owner, accum in products)
         )
-        rest = rest._replace(routes=_routes_elsewhere(operation, given, asked, owners, overwrite or nothing))
+        routes = _routes_elsewhere(operation, given, asked, owners, overwrite or nothing)
+        rest = rest._replace(routes=routes, accumulators=given.accumulators)
     if grad_input is not None:
         rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)
-    apply = _Differentiable.apply if is_compiling() else _apply
-    return apply((given, asked.facts, rest, out), *receivers)
+    apply = _apply if overwrite is None else _Differentiable.apply
+    return apply((given, facts, rest, out), *receivers)
 
 
 def _with_stand_ins(
@@ -207,18 +208,21 @@ class _Rest(NamedTuple):
     """What backward takes besides what forward saves.
 
     Attributes:
-        biases: for each, the number of its tensors, whether it is packed, and those that need a gradient.
-        routes: of the gradients of weights. grad_input: the buffer for dx. for_leaf: whether x is a leaf.
+        biases: for each, the number of its tensors, whether it is packed, and those that need a gradient; () without.
+        routes: of the gradients of weights, which may go to `accumulators`, for each weight.
+        grad_input: the buffer for dx. for_leaf: whether x is a leaf.
     """
 
     operation: Operation
     biases: tuple[tuple[int, bool, tuple[int, ...]], ...]
     routes: Sequence[Route]
+    accumulators: Sequence[Sequence[Tensor | None]] = ()
     grad_input: Tensor | None = None
     for_leaf: bool = False
 
 
-class Asked(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Asked:
     """What follows from the gradients that are needed.
 
     Attributes:
@@ -247,6 +251,7 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> As
     needs = operation.needs(needs_x, several[:weights], needs_scale, several[weights:])
     facts = operation.facts(checked.op, checked.specs, needs)
     biases = [(*own, some) for own, some in zip(lists[weights:], live[weights:], strict=True)]
+    biases = biases if any(count for count, *_ in biases) else ()
     named = zip(operation.weights, lists, live, strict=False)
     routes = [Route(name, count, packed, own) for name, (count, packed), own in named]
     asked = checked.asked[needed] = Asked(facts, tuple(live[:weights]), _Rest(operation, tuple(biases), routes))
@@ -255,9 +260,10 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> As
 
 def forward_and_saved(
     operation: Operation, given: Arguments, facts: Facts, out: Tensor | None
-) -> tuple[Tensor, list[Tensor | None], Saved]:
+) -> tuple[Tensor, Sequence[Tensor | None], Saved]:
     """(the result, the tensors that backward reads, other facts for backward)."""
-    scaling, rows = with_copied_scales(given.scaling), operation.count(given)
+    scaling = with_copied_scales(given.scaling) if given.scaling.states else given.scaling
+    rows = operation.count(given)
     y, kept = operation.forward(given, facts, scaling, rows, out)
     tensors, layouts = pack(kept)
     return y if out is None else y.detach(), tensors, Saved(facts, scaling, layouts, rows)
@@ -288,24 +294,24 @@ class _Differentiable(torch.autograd.Function):
         """`static` is one argument, because each costs time. `receivers`: those of `Arguments.receivers`."""
         del receivers
         given, facts, rest, out = static
-        y, tensors, ctx.saved = forward_and_saved(rest.operation, given, facts, out)
+        y, tensors, saved = forward_and_saved(rest.operation, given, facts, out)
         if _saved.listeners:
-            _saved.tell(tensors, saved_names(rest.operation, ctx.saved))
+            _saved.tell(tensors, saved_names(rest.operation, saved))
         ctx.save_for_backward(*tensors)
         # NOTE: routes are not saved tensors: destinations may change until backward, which needs Parameters themselves.
-        ctx.rest = rest
+        ctx.facts = saved, rest
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of forward's arguments, from that of the result: dy [M, N]."""
         (dy,) = grad_outputs
-        if is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_compiling():
             return _backward(ctx, dy)
         sources = (dy, *ctx.saved_tensors)
         with torch.no_grad():
             found = _backward(ctx, dy)
-        return once_differentiable(ctx.rest.operation.name, found, sources)
+        return once_differentiable(ctx.facts[1].operation.name, found, sources)
 
 
 # The public `apply` looks for transforms of functorch, which arguments were refused for, in each argument.
@@ -315,34 +321,35 @@ _apply: Callable[..., Any] = _parent.apply
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dy = dy.contiguous()
-    operation, biases, routes, buffer, for_leaf = ctx.rest
-    saved: Saved = ctx.saved
-    check_gradient(dy, buffer, [route.accumulators for route in routes])
+    saved, rest = ctx.facts
+    operation, biases, routes, accumulators, buffer, for_leaf = rest
+    if buffer is not None or any(accumulators):
+        check_gradient(dy, buffer, accumulators)
     kept = unpack(saved.layouts, ctx.saved_tensors)
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows are freed once they are no longer read
-    weights: list[list[Tensor | None]] = [route.nothing() for route in routes]
+    weights: list[list[Tensor | None] | None] = [None] * len(routes)
 
     def deliver(product: int, gradient: WeightGradient) -> None:
         weights[product] = routes[product].deliver(gradient)
 
-    main = operation.backward(saved, kept, dy, buffer, deliver)
-    dx = main.x
+    dx, of_scale, of_biases = operation.backward(saved, kept, dy, buffer, deliver)
     if buffer is not None and dx is not None:
         dx = buffer.detach().clone() if for_leaf else buffer.detach()
-    found = [None, dx, main.row_scale]  # None: of the argument before `receivers`
-    for each in weights:
-        found += each
-    for bias, facts in zip(main.biases, biases, strict=True):
-        found += _of_members(bias, *facts)
+    found = [None, dx, of_scale]  # None: of the argument before `receivers`
+    for at, route in enumerate(routes):
+        found += weights[at] or route.nothing()
+    for at, facts in enumerate(biases):
+        found += _of_members(of_biases[at], *facts)
     return tuple(found)
 
 
 def _of_members(gradient: Tensor | None, count: int, packed: bool, live: Sequence[int]) -> list[Tensor | None]:
     """The gradient of a bias, split into its tensors."""
     results: list[Tensor | None] = [None] * count
-    if gradient is not None:
-        parts = [gradient] if packed else gradient.unbind()
-        for at in live:
-            results[at] = parts[at]
+    if gradient is None:
+        return results
+    parts = [gradient] if packed else gradient.unbind()
+    for at in live:
+        results[at] = parts[at]
     return results

@@ -70,7 +70,11 @@ def _dtensor_type() -> type | None:
 def is_distributed(*tensors: Any) -> bool:
     """Whether any of them is a DTensor."""
     dtensor = _dtensor_type()
-    return dtensor is not None and True in [isinstance(each, dtensor) for each in tensors]
+    if dtensor is not None:
+        for each in tensors:
+            if isinstance(each, dtensor):
+                return True
+    return False
 
 
 def local(tensor: Any) -> Tensor:

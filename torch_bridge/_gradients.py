@@ -184,7 +184,8 @@ class WeightGradient:
 # Destinations
 
 
-class Route(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Route:
     """Where the gradient of one weight goes; forward determines it.
 
     Attributes:

@@ -32,12 +32,11 @@ ALIGNMENT = 16
 """Fast kernels need addresses that are multiples of this many bytes."""
 
 
-def address_table(members: Sequence[Tensor | None], device: int) -> Tensor:
-    """[G] int64 on the CUDA device with that index (-1: the CPU), the address of each member, 0 for None.
+def address_table(addresses: bytes, device: int) -> Tensor:
+    """[G] int64 on the CUDA device with that index (-1: the CPU): those of `EXCHANGE.addresses`.
 
     A table depends only on the addresses, so it is cached by them, and parameters that move get another one.
     """
-    addresses = EXCHANGE.addresses(members)
     if device < 0:
         return _table(addresses, device, 0)
     if torch.cuda.is_current_stream_capturing():  # a module's table, or a new one in the graph's memory

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grouped_core.debug import debug_flags
 from torch_bridge import _codec, _fake, _record
-from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._record import Prepared, Rule, prepare, results_of
 from torch_bridge._tensors import Layout, Leaf, flats, flatten_all, flattened, opened, written_leaves
@@ -97,20 +97,17 @@ def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any
             frame may hold an argument itself until the call returns: it does under a hook of frame evaluation, which
             Dynamo leaves after a failed compilation.
     """
-    if isinstance(operands, list):
-        operands = operands.pop()
-    if not is_compiling() and torch._C._len_torch_dispatch_stack() == 0 and not _profiling():
-        leaves: list[Any] = []
-        program = prepared.programs.find(operands, rows, leaves)
-        if program is None:
-            operands = flattened(operands)
-            if EXCHANGE.describe(tuple(flatten_all(operands)[1])) is not None:
-                leaves.clear()
-                program = _record.program_for(prepared, operands, rows, leaves)
-        if program is not None:
+    if _modes() == 0 and not _profiling():
+        results = None if debug_flags() else prepared.run(operands, rows, _record.observer)
+        if results is not None:
+            return results
+        operands = flattened(operands.pop() if isinstance(operands, list) else operands)
+        if EXCHANGE.describe(tuple(flatten_all(operands)[1])) is not None:
+            leaves: list[Any] = []
+            program = _record.program_for(prepared, operands, rows, leaves)
             del operands  # so that they are freed as soon as no launch reads them
-            return _record.gathered(program, _record.execute(program, leaves, rows))
-    layouts, leaves = flatten_all(operands)
+            return _record.execute(program, leaves, rows)
+    layouts, leaves = flatten_all(operands.pop() if isinstance(operands, list) else operands)
     del operands
     rule, static = prepared.rule, prepared.static
     taken = _taken(rule, static, layouts, leaves)
@@ -125,6 +122,7 @@ def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any
     return results_of(found.recording.outputs, leaves, dict(zip(made, tensors, strict=True)))
 
 
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -201,7 +199,7 @@ def _execute(rule: Rule, *arguments: Any) -> Any:
     prepared = prepare(rule, facts.static)
     found: list[Any] = []
     program = _record.program_for(prepared, flats(facts.layouts, leaves), int(rows), found)
-    results = _record.execute(program, found, int(rows))
+    _, results = flatten_all(_record.execute(program, found, int(rows)))
     return _results([results[at] for at in program.made], arguments)
 
 

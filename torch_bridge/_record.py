@@ -86,12 +86,13 @@ class Rule:
 class Prepared:
     """A rule with its static facts, and the programs that were planned for it, by the facts of its operands."""
 
-    __slots__ = ("programs", "rule", "static")
+    __slots__ = ("programs", "rule", "run", "static")
 
     def __init__(self, rule: Rule, static: Hashable) -> None:
         self.rule = rule
         self.static = static
         self.programs = facts_cache()
+        self.run = self.programs.run
 
 
 prepare = lru_cache(maxsize=1024)(Prepared)
@@ -270,15 +271,13 @@ class Program(NamedTuple):
     """A recording planned for one device.
 
     Attributes:
-        steps: allocates, launches, and returns the leaves of all results.
-        results: for each result, its layout and the place of its leaves; None if each is one leaf.
-        made: the positions of new tensors among these leaves, each tensor once.
+        steps: allocates, launches, and returns the results, those of several leaves as `Flat`.
+        made: the positions of new tensors among the leaves of the results, each tensor once.
         sizes: the leaf that GROUPED_DEBUG=sizes checks, or None.
         device: the CUDA device, -1 on the CPU.
     """
 
     steps: _native.Program
-    results: tuple[tuple[Layout, slice], ...] | None
     made: tuple[int, ...]
     sizes: int | None
     workspace_bytes: int
@@ -291,25 +290,26 @@ def _program(
     recording = record(rule, static, layouts, [given_of(each) for each in leaves], rows)
     steps, workspace_bytes = _planned(recording, _addresses(recording, leaves), arch_of(device))
     index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
-    results = [at for output in recording.outputs for at in output.leaves]
-    returned = {at[1] for at in results if isinstance(at, tuple)}
+    leaves_of = [at for output in recording.outputs for at in output.leaves]
+    returned = {at[1] for at in leaves_of if isinstance(at, tuple)}
+    results = [
+        [-1 if n is None else -2 - n[1] if isinstance(n, tuple) else n for n in ats] for _, ats in recording.outputs
+    ]
     native = _native.Program(
+        EXCHANGE,
         steps,
-        [-1 if at is None else -2 - at[1] if isinstance(at, tuple) else at for at in results],
+        [(same(own[0]), ats) if own[0] else ats[0] for own, ats in zip(recording.outputs, results, strict=True)],
         [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in returned],
         len(recording.specs) + 1,
         ((workspace_bytes,), (1,), torch.uint8) if workspace_bytes else None,
         empty,
         partial(address_table, device=index),
+        Flat,
+        None if index < 0 else (index, current_device, raw_stream),
     )
-    parts, at = [], 0
-    for layout, own in recording.outputs:
-        parts.append((same(layout), slice(at, at + len(own))))
-        at += len(own)
-    several = any(layout is not None for layout, _ in parts)
-    made = tuple([results.index(at) for at in recording.made()])
+    made = tuple([leaves_of.index(at) for at in recording.made()])
     sizes = sizes_at(rule, layouts) if rule.notes_sizes else None
-    return Program(native, tuple(parts) if several else None, made, sizes, workspace_bytes, index)
+    return Program(native, made, sizes, workspace_bytes, index)
 
 
 def _addresses(recording: Recording, leaves: Sequence[Leaf]) -> list[int]:
@@ -399,18 +399,8 @@ def given_of(leaf: Leaf, *, has_memory: bool = True) -> Given | None:
     return Given(ArraySpec((len(leaf), *one.shape), one.dtype), True, not has_memory or aligned(there))
 
 
-def gathered(program: Program, leaves: list[Any]) -> list[Any]:
-    """The results of a rule, those of several leaves as `Flat`; `leaves`: of the results, from `execute`."""
-    if program.results is None:
-        return leaves
-    return [
-        leaves[place.start] if layout is None else Flat(layout, tuple(leaves[place]))
-        for layout, place in program.results
-    ]
-
-
 def execute(program: Program, leaves: list[Any], rows: int) -> list[Any]:
-    """The leaves of the results of a rule, after its launch on the current stream.
+    """The results of a rule, those of several leaves as `Flat`, after its launch on the current stream.
 
     Args:
         rows: M.
@@ -421,7 +411,7 @@ def execute(program: Program, leaves: list[Any], rows: int) -> list[Any]:
     if program.sizes is not None and "sizes" in flags:
         note_sizes(leaves[program.sizes], rows)
     run, device = program.steps.run, program.device
-    watched = watch(flags, device)
+    watched = partial(_launch, flags, device, observer) if flags else observer
     if device < 0:
         return run(leaves, 0, watched)
     if device != current_device():
@@ -472,15 +462,15 @@ def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
     return first.device
 
 
-def watch(flags: frozenset[str], device: int) -> Callable[..., None] | None:
-    """What runs in place of each launch, with the arguments that `_native.Program.run` describes; None: the launch."""
-    return partial(_launch, flags, device) if flags else None
+observer: Callable[..., None] | None = None
+"""`watch` of `_native.Program.run`: what tests and benchmarks run in place of each launch."""
 
 
 def _launch(
     flags: frozenset[str],
     device: int,
-    _: str,
+    instead: Callable[..., None] | None,
+    name: str,
     launcher: _native.Launcher,
     values: list[Any],
     made: tuple[int, ...],
@@ -489,7 +479,10 @@ def _launch(
     """One launch with the checks of GROUPED_DEBUG."""
     if "poison" in flags:
         _poison(None if launcher.continues else values[-1], *(values[register] for register in made))
-    launcher.launch(values, stream)
+    if instead is None:
+        launcher.launch(values, stream)
+    else:
+        instead(name, launcher, values, made, stream)
     if "sync" in flags and device >= 0 and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize(device)
 

@@ -5,8 +5,9 @@ R roles, x, weight and dy of each product in this order; G groups, L steps of hi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ FORWARD, BACKWARD = (X, WEIGHT), (X, WEIGHT, DY)
 """The roles that are quantised in forward, and those in backward, which may quantise again."""
 
 
-class Scaling(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Scaling:
     """What is bound to one operation.
 
     Attributes:
@@ -35,10 +37,6 @@ class Scaling(NamedTuple):
     key: Tensor | None = None
     states: tuple[ScalingState[Tensor], ...] = ()
     scales: Tensor | None = None
-
-    def with_key(self, key: Tensor | None) -> Scaling:
-        """The same with the key as backward gets it, among the saved tensors."""
-        return self if key is self.key else Scaling(key, self.states, self.scales)
 
     def scale(self, product: int, role: int) -> Tensor | None:
         """The scales [G] of an operand, None without a state."""
@@ -65,18 +63,18 @@ class Scaling(NamedTuple):
         """(the state of a product, its first role in it)."""
         return (self.states[0], _row(product, X)) if len(self.states) == 1 else (self.states[product], 0)
 
-    def extras(self, products: int, roles: tuple[int, ...], *, training: bool) -> Flat | None:
+    def extras(self, products: int, roles: tuple[int, ...], key: Tensor | None, *, training: bool) -> Flat | None:
         """What rules of the first `products` need for the operands `roles`; None if nothing is bound.
 
         The rules read rows of the states, which are not made tensors of their own: a view costs a microsecond.
 
         Args:
-            training: whether amax is updated.
+            key: as backward gets it, among the saved tensors; forward rounds nothing at random. training: whether amax
+                is updated.
         """
-        key = self.key if DY in roles else None
-        states = self.states[:products]
-        if key is None and not states:
+        if key is None and not self.states:
             return None
+        states = self.states[:products]
         layout = _layout(products, len(states), self.scales is not None, roles, training)
         scales = [self.scales] if self.scales is not None else [state.scale for state in states]
         histories = [state.history for state in states] if training else ()
@@ -108,12 +106,10 @@ def _layout(products: int, states: int, copied: bool, roles: tuple[int, ...], tr
 
 
 def with_copied_scales(bound: Scaling) -> Scaling:
-    """The same with a copy of the scales, if there are any, because a state may be updated before backward.
+    """The same with a copy of the scales of its states, because these may be updated before backward.
 
     The copy takes one launch, whether products share a state or have one each.
     """
-    if not bound.states:
-        return bound
     scales = [state.scale for state in bound.states]
     if is_compiling():
         copy = copied(scales)

@@ -331,26 +331,29 @@ _ITSELVES = [(_ITSELF,) * count for count in range(32)]
 _ONE = PLAIN - {list}
 
 
-def pack(operands: Sequence[Any]) -> tuple[list[Tensor | None], Layouts]:
+def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
     """Operands as `save_for_backward` takes them: tensors, and the layouts from which `unpack` restores operands."""
     if _ONE.issuperset(map(type, operands)):
-        return list(operands), _ITSELVES[len(operands)]
+        return operands, _ITSELVES[len(operands)]
     tensors: list[Tensor | None] = []
     layouts: list[tuple[Layout, tuple[int, ...]]] = []
     for operand in operands:
-        if type(operand) in _ONE:
+        kind = type(operand)
+        if kind in _ONE:
             tensors.append(operand)
             layouts.append(_ITSELF)
-            continue
-        leaves: list[Any] = []
-        layout = flatten(operand, leaves)
-        counts = _counts(leaves)
-        layouts.append((layout, counts))
-        for leaf, count in zip(leaves, counts, strict=True):
-            if count < 0:
-                tensors.append(leaf)
+        elif kind is list:
+            tensors += operand
+            layouts.append((None, (len(operand),)))
+        else:
+            leaves: list[Any] = []
+            layout = flatten(operand, leaves)
+            counts = _counts(leaves)
+            layouts.append((layout, counts))
+            if counts is _SINGLE[len(leaves)]:
+                tensors += leaves
             else:
-                tensors += leaf
+                tensors += [each for leaf in leaves for each in (leaf if isinstance(leaf, (list, tuple)) else (leaf,))]
     return tensors, tuple(layouts)
 
 
@@ -367,15 +370,13 @@ def unpack(layouts: Layouts, tensors: Sequence[Any]) -> list[Any]:
     """The operands that `pack` converted; those of several leaves are `Flat`."""
     if layouts is _ITSELVES[len(layouts)]:
         return list(tensors)
-    operands, at = [], 0
-    for layout, counts in layouts:
-        leaves: list[Any] = []
-        for count in counts:
-            if count < 0:
-                leaves.append(tensors[at])
-                at += 1
-            else:
-                leaves.append(list(tensors[at : at + count]))
-                at += count
+    operands: list[Any] = []
+    rest = iter(tensors)
+    for each in layouts:
+        if each is _ITSELF:
+            operands.append(next(rest))
+            continue
+        layout, counts = each
+        leaves = [next(rest) if count < 0 else list(islice(rest, count)) for count in counts]
         operands.append(leaves[0] if layout is None else Flat(layout, tuple(leaves)))
     return operands

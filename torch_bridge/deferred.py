@@ -149,13 +149,13 @@ def grouped_mlp_bwd_dx(
     with torch.no_grad():
         kept = unpack(res.saved.layouts, res.tensors)
         dy = dy if isinstance(dy, QTensor) else plain
-        main = MLP.backward(res.saved, kept, dy, grad_input, work.__setitem__)
+        dx, dp, of_biases = MLP.backward(res.saved, kept, dy, grad_input, work.__setitem__)
         db1, db2 = (
             None if found is None else found if packed else list(found.unbind())
-            for found, packed in zip(main.biases, res.biases, strict=True)
+            for found, packed in zip(of_biases, res.biases, strict=True)
         )
         dtypes = weight_dtypes(res.saved.facts.op, res.saved.facts.specs)
-        return main.x, main.row_scale, db1, db2, Deferred(tuple(work), res.weights, dtypes)
+        return dx, dp, db1, db2, Deferred(tuple(work), res.weights, dtypes)
 
 
 def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: list[Tensor]) -> None:

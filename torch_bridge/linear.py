@@ -6,6 +6,7 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -97,9 +98,9 @@ def grouped_linear(
         adapted = (x, weight, group_sizes, *adapted)
         return run(_adapter.NAME, adapted, lora_wgrad_accum, implementation, out, grad_input, tuple(owners), (None,))
     adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
-    x, (weight,), (bias,), (owner,) = _autocast.operands(x, (weight,), (bias,))
+    x, (weight,), (bias,), owners = _autocast.operands(x, (weight,), (bias,))
     arguments = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
-    return run(LINEAR.name, arguments, wgrad_accum, implementation, out, grad_input, (owner,), (None,))
+    return run(LINEAR.name, arguments, wgrad_accum, implementation, out, grad_input, owners, (None,))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,7 +190,8 @@ _MAIN_GRADS = define(
 # Forward and backward
 
 
-class _Facts(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Facts:
     """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
 
     Attributes:
@@ -220,7 +222,7 @@ def _forward(
     if cache is not None:
         forms = gradients.cached_forms(facts.op, facts.needs, row_scale is not None)
         weight = with_forms(cache, weight, forms, scaling, 0, training=training)
-    extras = scaling.extras(1, FORWARD, training=training)
+    extras = scaling.extras(1, FORWARD, None, training=training)
     operands = (given.x, weight, given.sizes, bias, row_scale, out, extras)  # those of LinearOperands
     y, x, weight = call_prepared(facts.forward, operands, m)
     if not training:
@@ -234,14 +236,14 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     x, sizes, row_scale, weight, bias, key = kept
     kept.clear()
     facts: _Facts = saved.facts
-    extras = saved.scaling.with_key(key).extras(1, BACKWARD, training=True)
+    extras = saved.scaling.extras(1, BACKWARD, key, training=True)
     buffer = grad_input if facts.needs.x else None
     operands = [(x, weight, sizes, bias, row_scale, dy, buffer, extras)]  # those of LinearGradOperands
     del x, weight, dy  # so that they are freed once no launch reads them
     dx, db, dc, rows, of_dy = call_prepared(facts.main, operands, saved.rows)
     if facts.needs.w:
         deliver(0, WeightGradient(facts.op, facts.specs[1], rows, of_dy, sizes, saved.rows))
-    return MainGradients(dx, dc, (db,))
+    return dx, dc, (db,)
 
 
 def _needs(x: bool, weights: Sequence[bool], row_scale: bool, biases: Sequence[bool]) -> Needs:

@@ -7,6 +7,7 @@ activations, else F.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -105,7 +106,7 @@ def grouped_mlp(
     adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
     x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, (wi, wo), (wi_bias, wo_bias))
     arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
-    return run(MLP.name, arguments, wgrad_accum, implementation, out, grad_input, tuple(owners), (None, None))
+    return run(MLP.name, arguments, wgrad_accum, implementation, out, grad_input, owners, (None, None))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,7 +229,8 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
-class MlpFacts(NamedTuple):
+@dataclass(slots=True, eq=False)
+class MlpFacts:
     """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
 
     Attributes:
@@ -280,7 +282,7 @@ def _forward(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     (wi, wo), (wi_bias, wo_bias) = weights_of(given, facts, scaling), given.biases
     x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
-    extras = scaling.extras(2, FORWARD, training=training)
+    extras = scaling.extras(2, FORWARD, None, training=training)
     operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)  # those of MlpOperands
     y, x, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not training:
@@ -296,10 +298,10 @@ def _backward(
 ) -> MainGradients:
     x, h, z, sizes, probs, key, wi, wo, wi_bias, wo_bias = kept
     kept.clear()
-    scaling = saved.scaling.with_key(key)
-    buffer, of_both = grad_input if saved.facts.needs.x else None, scaling.extras(2, BACKWARD, training=True)
+    scaling, buffer = saved.scaling, grad_input if saved.facts.needs.x else None
+    of_both = scaling.extras(2, BACKWARD, key, training=True)
     at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, of_both)]  # those of HiddenOperands
-    first = [(x, wi, sizes, buffer, scaling.extras(1, BACKWARD, training=True))]  # of FirstOperands, from x on
+    first = [(x, wi, sizes, buffer, scaling.extras(1, BACKWARD, key, training=True))]  # of FirstOperands, from x on
     del x, h, z, wi, wo, dy
     return in_stages(saved, sizes, at_hidden, first, deliver)
 
@@ -333,7 +335,7 @@ def in_stages(
         dx, db1, rows, dh = call_prepared(facts.first_product, operands, saved.rows)
         if needs.wi:
             deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes, saved.rows, tokens))
-    return MainGradients(dx, dp, (db1, db2))
+    return dx, dp, (db1, db2)
 
 
 def needs_of(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]) -> MlpNeeds:

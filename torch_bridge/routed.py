@@ -234,7 +234,7 @@ def _forward(
     (wi, wo), (wi_bias, wo_bias), keep = weights_of(given, facts, scaling), given.biases, facts.keep
     if out is not None:
         linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), _result_spec(x))
-    extras = scaling.extras(2, FORWARD, training=facts.training)
+    extras = scaling.extras(2, FORWARD, None, training=facts.training)
     operands = (x, given.sizes, given.row_scale, wi, wo, every_row(home(x)), wi_bias, wo_bias, out, extras)
     y, sizes, source, inverse, probs, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not facts.training:
@@ -249,14 +249,14 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     kept.clear()
     facts: MlpFacts = saved.facts
     again, of_weight = _kept_tokens(facts)
-    scaling = saved.scaling.with_key(key)
+    scaling = saved.scaling
     tokens, rows_of = None, x if of_weight else None
     if of_weight and not rules.measures_rows(facts.op):  # then rows are gathered where the gradient is computed
         tokens, rows_of = Tokens(x, source, inverse.shape[1], scaling.scale(0, X)), None
-    buffer, of_both = grad_input if facts.needs.x else None, scaling.extras(2, BACKWARD, training=True)
+    buffer, of_both = grad_input if facts.needs.x else None, scaling.extras(2, BACKWARD, key, training=True)
     rows, biases = (x if again else None, h, z), (wi_bias, wo_bias)
     at_hidden = [(*rows, wi, wo, sizes, source, inverse, probs, *biases, dy, of_both)]  # those of HiddenOperands
-    of_first = scaling.extras(1, BACKWARD, training=True)
+    of_first = scaling.extras(1, BACKWARD, key, training=True)
     first = [(rows_of, wi, sizes, source, inverse, buffer, of_first)]  # those of FirstOperands, from x on
     del x, h, z, rows, rows_of, wi, wo
     return in_stages(saved, sizes, at_hidden, first, deliver, tokens)

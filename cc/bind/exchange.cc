@@ -54,11 +54,19 @@ size_t bytes_of(const DlTensor& t) {
 
 class Exchange::Facts {
  public:
-  Facts(const Exchange& exchange, std::string* text) : text_(*text), exchange_(exchange), device_at_(text->size()) {
+  Facts(const Exchange& exchange, std::string* text, Addresses* addresses)
+      : text_(*text), addresses_(*addresses), exchange_(exchange), device_at_(text->size()) {
     append(device_);  // of all; replaced by that of the first tensor
   }
 
   bool add(PyObject* operand) {
+    if (!add_operand(operand)) return false;
+    addresses_.ends.push_back(addresses_.all.size());
+    return true;
+  }
+
+ private:
+  bool add_operand(PyObject* operand) {
     if (operand == Py_None) {
       text_.push_back('-');
       return true;
@@ -66,11 +74,11 @@ class Exchange::Facts {
     if (PyList_Check(operand) || PyTuple_Check(operand)) return add_list(nb::borrow<nb::sequence>(operand));
     DlTensor t;
     if (!exchange_.view(operand, &t)) return false;
+    addresses_.all.push_back(address_of(t));
     text_.push_back(aligned(t) ? 't' : 'o');
     return add_spec(t);
   }
 
- private:
   template <class T>
   void append(const T& value) {
     text_.append(reinterpret_cast<const char*>(&value), sizeof(value));
@@ -99,11 +107,13 @@ class Exchange::Facts {
     bool all_aligned = true, whole_list = true;
     for (nb::handle member : members) {
       if (member.is_none()) {
+        addresses_.all.push_back(0);
         whole_list = false;
         continue;
       }
       DlTensor t;
       if (!exchange_.view(member.ptr(), &t) || !add_spec(t)) return false;
+      addresses_.all.push_back(address_of(t));
       all_aligned = all_aligned && aligned(t);
       if (end == start) {
         end = text_.size();
@@ -119,6 +129,7 @@ class Exchange::Facts {
   }
 
   std::string& text_;
+  Addresses& addresses_;
   const Exchange& exchange_;
   const size_t device_at_;
   nb::dlpack::device device_{};  // type 0 is no device
@@ -162,27 +173,42 @@ DlTensor Exchange::read(PyObject* object) const {
 
 int Exchange::threads() const { return threads_.is_none() ? 0 : nb::cast<int>(threads_()); }
 
-bool Exchange::append_facts(nb::handle operands, std::string* text) const {
-  Facts facts(*this, text);
-  const bool list = PyList_Check(operands.ptr()) != 0;
-  const Py_ssize_t count = list ? PyList_Size(operands.ptr()) : PyTuple_Size(operands.ptr());
-  if (count < 0) throw nb::python_error();
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!facts.add(list ? PyList_GetItem(operands.ptr(), i) : PyTuple_GetItem(operands.ptr(), i))) return false;
+bool Exchange::append_facts(const std::vector<PyObject*>& operands, std::string* text, Addresses* addresses) const {
+  Facts facts(*this, text, addresses);
+  for (PyObject* operand : operands) {
+    if (!facts.add(operand)) return false;
   }
   return true;
 }
 
+Addresses Exchange::addresses_of(const std::vector<PyObject*>& operands) const {
+  Addresses found;
+  for (PyObject* operand : operands) {
+    if (PyList_Check(operand) || PyTuple_Check(operand)) {
+      for (nb::handle member : nb::borrow<nb::sequence>(operand)) {
+        found.all.push_back(member.is_none() ? 0 : address_of(read(member.ptr())));
+      }
+    } else if (operand != Py_None) {
+      found.all.push_back(address_of(read(operand)));
+    }
+    found.ends.push_back(found.all.size());
+  }
+  return found;
+}
+
 nb::object Exchange::describe(nb::tuple operands) const {
   std::string text;
-  if (!append_facts(operands, &text)) return nb::none();
+  std::vector<PyObject*> found;
+  for (nb::handle operand : operands) found.push_back(operand.ptr());
+  Addresses addresses;
+  if (!append_facts(found, &text, &addresses)) return nb::none();
   return nb::bytes(text.data(), text.size());
 }
 
 nb::bytes Exchange::addresses(nb::sequence members) const {
-  std::vector<uintptr_t> found;
-  for (nb::handle member : members) found.push_back(member.is_none() ? 0 : address_of(read(member.ptr())));
-  return nb::bytes(found.data(), found.size() * sizeof(uintptr_t));
+  const nb::list list(members);
+  const Addresses found = addresses_of({list.ptr()});
+  return nb::bytes(found.all.data(), found.all.size() * sizeof(uintptr_t));
 }
 
 // NOTE: a type with a dispatch of its own may have no memory behind it, and some warn when asked.

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace grouped {
 
@@ -16,6 +17,13 @@ inline uintptr_t address_of(const DlTensor& t) { return reinterpret_cast<uintptr
 size_t bytes_of(const DlTensor& t);
 
 struct ExchangeTable;
+
+// Addresses of operands, one after another: that of a tensor, those of the members of a list (0: skipped), none of
+// None.
+struct Addresses {
+  std::vector<uintptr_t> all;
+  std::vector<size_t> ends;  // of the part of each operand
+};
 
 class Exchange {
  public:
@@ -32,10 +40,14 @@ class Exchange {
   // Throws std::invalid_argument for what is no tensor in plain memory.
   DlTensor read(PyObject* object) const;
 
-  // Appends everything that planning looks at, of a list or tuple of operands: equal bytes, equal plans and workspaces.
-  // Bits that the dispatcher resolves (negated, zero tensors) are not seen, so launches stand inside operators. False
-  // where something is not in plain memory, not contiguous, or not on the one device of the others.
-  bool append_facts(nanobind::handle operands, std::string* text) const;
+  // Appends everything that planning looks at, of operands: equal bytes, equal plans and workspaces. Bits that the
+  // dispatcher resolves (negated, zero tensors) are not seen, so launches stand inside operators. False where something
+  // is not in plain memory, not contiguous, or not on the one device of the others.
+  // `addresses` gets those of the operands.
+  bool append_facts(const std::vector<PyObject*>& operands, std::string* text, Addresses* addresses) const;
+
+  // Throws std::invalid_argument for what is no tensor in plain memory.
+  Addresses addresses_of(const std::vector<PyObject*>& operands) const;
 
   nanobind::object describe(nanobind::tuple operands) const;
   nanobind::bytes addresses(nanobind::sequence members) const;

@@ -65,15 +65,27 @@ class Launcher {
   bool continues() const { return part_ > 0; }
 
   void launch(nb::list values, uintptr_t stream) const {
+    std::vector<uintptr_t> known(static_cast<size_t>(PyList_Size(values.ptr())));
+    launch(values, &known, stream);
+  }
+
+  // `known`: the addresses of the values, 0 where they have not been read yet.
+  void launch(nb::list values, std::vector<uintptr_t>* known, uintptr_t stream) const {
     uintptr_t addresses[kMaxSlots + 1];
-    DlTensor last{};  // the workspace
+    size_t scratch = 0;
     for (size_t slot = 0; slot < registers_.size(); ++slot) {
       addresses[slot] = 0;
-      if (registers_[slot] < 0) continue;
-      last = exchange_->read(item_of(values, registers_[slot]));
-      addresses[slot] = address_of(last) + offsets_[slot];
+      const int at = registers_[slot];
+      if (at < 0) continue;
+      uintptr_t& address = known->at(static_cast<size_t>(at));
+      const bool is_workspace = slot == plan_->slots;
+      if (address == 0 || is_workspace) {
+        const DlTensor tensor = exchange_->read(item_of(values, at));
+        address = address_of(tensor);
+        if (is_workspace) scratch = bytes_of(tensor);
+      }
+      addresses[slot] = address + offsets_[slot];
     }
-    const size_t scratch = registers_.back() >= 0 ? bytes_of(last) : 0;
     const int threads = plan_->platform == Platform::cpu ? exchange_->threads() : 0;
     const nb::gil_scoped_release unlocked;
     plan_->launch(addresses, addresses[plan_->slots], scratch, reinterpret_cast<void*>(stream), threads, part_);
@@ -98,36 +110,82 @@ struct Made {
 // A launch, or, where `launcher` is not set, a cast of `source` to the first dtype of `made`.
 struct Step {
   nb::object name, launcher;
+  const Launcher* launch = nullptr;
   std::vector<Made> made;
   nb::object made_at;          // their registers, for `watch`
   std::vector<int> last_used;  // registers that no later step reads
   int source = -1;
 };
 
+// A result: a register, nothing, or leaf n as kFirstLeaf - n; several of them where there is a layout.
+struct Result {
+  static constexpr int kAbsent = -1, kFirstLeaf = -2;
+
+  nb::object layout;
+  std::vector<int> at;
+};
+
 // Registers: the operands that are there, in order | what steps make ... | the workspace, which all launches share.
 //
 //   leaves   x   None   [w0, w1]          registers   x   table   y   workspace
-//            |            `-- table_of(list) -------------^       ^       ^
+//            |            `-- table_of(addresses) --------^       ^       ^
 //            `-- taken out of the list, so that               empty(shape, strides, dtype)
 //                x is freed after its last launch
 class Program {
  public:
-  Program(nb::list steps, std::vector<int> results, std::vector<int> released, int registers, nb::object workspace,
-          nb::object empty, nb::object table_of)
-      : results_(std::move(results)),
+  Program(nb::object exchange, nb::list steps, nb::sequence results, std::vector<int> released, int registers,
+          nb::object workspace, nb::object empty, nb::object table_of, nb::object flat, nb::object place)
+      : exchange_object_(std::move(exchange)),
+        exchange_(nb::cast<const Exchange*>(exchange_object_)),
         released_(std::move(released)),
         registers_(registers),
         empty_(std::move(empty)),
         table_of_(std::move(table_of)),
+        flat_(std::move(flat)),
         to_(nb::str("to")) {
     for (nb::handle step : steps) steps_.push_back(step_of(nb::cast<nb::tuple>(step)));
+    for (nb::handle result : results) results_.push_back(result_of(result));
     if (!workspace.is_none()) workspace_ = {made_of(registers - 1, nb::cast<nb::tuple>(workspace))};
+    if (!place.is_none()) {
+      const nb::tuple facts = nb::cast<nb::tuple>(place);
+      device_ = facts[0];
+      current_device_ = facts[1];
+      stream_of_ = facts[2];
+    }
   }
 
-  nb::list run(nb::list leaves, uintptr_t stream, nb::object watch) const {
-    nb::list values = list_of(static_cast<size_t>(registers_));
-    fill(values, leaves);
-    for (const int at : released_) set_item(leaves, at, nb::none());
+  // What a run holds: its registers and their addresses as far as they are known, and leaves that are not released.
+  struct Started {
+    nb::list values;
+    std::vector<uintptr_t> known;
+    std::vector<nb::object> kept;
+  };
+
+  // Takes what a run needs of the leaves, after which the caller may let go of them.
+  Started start(const std::vector<PyObject*>& leaves, const Addresses& addresses) const {
+    Started started{list_of(static_cast<size_t>(registers_)), {}, {}};
+    started.known.reserve(static_cast<size_t>(registers_));
+    started.kept.reserve(leaves.size());
+    size_t begin = 0;
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      const nb::object leaf = nb::borrow(leaves[i]);
+      started.kept.push_back(leaf);
+      if (leaf.is_none()) continue;
+      const bool listed = PyList_Check(leaf.ptr()) || PyTuple_Check(leaf.ptr());
+      const uintptr_t* own = addresses.all.data() + begin;
+      const size_t bytes = (addresses.ends[i] - begin) * sizeof(*own);
+      set_item(started.values, static_cast<Py_ssize_t>(started.known.size()),
+               listed ? table_of_(nb::bytes(own, bytes)) : leaf);
+      started.known.push_back(listed ? 0 : *own);
+      begin = addresses.ends[i];
+    }
+    started.known.resize(static_cast<size_t>(registers_));
+    for (const int at : released_) started.kept.at(static_cast<size_t>(at)).reset();
+    return started;
+  }
+
+  nb::list finish(Started started, uintptr_t stream, nb::object watch) const {
+    const nb::list& values = started.values;
     for (const Made& made : workspace_) allocate(values, made);
     for (const Step& step : steps_) {
       if (!step.launcher.is_valid()) {
@@ -137,13 +195,34 @@ class Program {
       }
       for (const Made& made : step.made) allocate(values, made);
       if (watch.is_none()) {
-        nb::cast<const Launcher*>(step.launcher)->launch(values, stream);
+        step.launch->launch(values, &started.known, stream);
       } else {
         watch(step.name, step.launcher, values, step.made_at, stream);
       }
       for (const int at : step.last_used) set_item(values, at, nb::none());
     }
-    return picked(values, leaves);
+    nb::list found = list_of(results_.size());
+    for (size_t i = 0; i < results_.size(); ++i) {
+      set_item(found, static_cast<Py_ssize_t>(i), picked(results_[i], started));
+    }
+    return found;
+  }
+
+  nb::list run(nb::list leaves, uintptr_t stream, nb::object watch) const {
+    std::vector<PyObject*> taken;
+    for (nb::handle leaf : leaves) taken.push_back(leaf.ptr());
+    Started started = start(taken, exchange_->addresses_of(taken));
+    for (const int at : released_) set_item(leaves, at, nb::none());
+    return finish(std::move(started), stream, std::move(watch));
+  }
+
+  // False where another device than the program's is current.
+  bool current_stream(uintptr_t* stream) const {
+    *stream = 0;
+    if (!device_.is_valid()) return true;
+    if (!current_device_().equal(device_)) return false;
+    *stream = nb::cast<uintptr_t>(stream_of_(device_));
+    return true;
   }
 
  private:
@@ -161,6 +240,7 @@ class Program {
     }
     step.name = given[0];  // (name, launcher, ((register, (shape, strides, dtype)), ...), registers)
     step.launcher = given[1];
+    step.launch = nb::cast<const Launcher*>(step.launcher);
     nb::list ats;
     for (nb::handle each : given[2]) {
       const nb::tuple pair = nb::cast<nb::tuple>(each);
@@ -172,40 +252,38 @@ class Program {
     return step;
   }
 
-  void fill(nb::list values, nb::list leaves) const {
-    int next = 0;
-    const Py_ssize_t count = PyList_Size(leaves.ptr());
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      const nb::object leaf = nb::borrow(item_of(leaves, i));
-      if (leaf.is_none()) continue;
-      const bool listed = PyList_Check(leaf.ptr()) || PyTuple_Check(leaf.ptr());
-      set_item(values, next++, listed ? table_of_(leaf) : leaf);
-    }
+  static Result result_of(nb::handle given) {
+    if (!nb::isinstance<nb::tuple>(given)) return {{}, {nb::cast<int>(given)}};
+    const nb::tuple facts = nb::cast<nb::tuple>(given);
+    return {facts[0], nb::cast<std::vector<int>>(facts[1])};
   }
 
   void allocate(nb::list values, const Made& made) const {
     set_item(values, made.at, empty_(made.shape, made.strides, made.dtype));
   }
 
-  nb::list picked(nb::list values, nb::list leaves) const {
-    nb::list found = list_of(results_.size());
-    for (size_t i = 0; i < results_.size(); ++i) {
-      const int at = results_[i];
-      if (at == kAbsent) continue;
-      PyObject* item = at >= 0 ? item_of(values, at) : item_of(leaves, kFirstLeaf - at);
-      set_item(found, static_cast<Py_ssize_t>(i), nb::borrow(item));
-    }
-    return found;
+  nb::object picked(const Result& result, const Started& started) const {
+    if (!result.layout.is_valid()) return leaf_of(result.at[0], started);
+    nb::list leaves;
+    for (const int at : result.at) leaves.append(leaf_of(at, started));
+    return flat_(result.layout, nb::tuple(leaves));
   }
 
-  // How results are written: a register, nothing, or leaf n as kFirstLeaf - n.
-  static constexpr int kAbsent = -1, kFirstLeaf = -2;
+  static nb::object leaf_of(int at, const Started& started) {
+    if (at == Result::kAbsent) return nb::none();
+    if (at >= 0) return nb::borrow(item_of(started.values, at));
+    return started.kept.at(static_cast<size_t>(Result::kFirstLeaf - at));
+  }
 
+  nb::object exchange_object_;
+  const Exchange* exchange_;
   std::vector<Step> steps_;
-  std::vector<int> results_, released_;
+  std::vector<Result> results_;
+  std::vector<int> released_;
   int registers_;
   std::vector<Made> workspace_;  // one, or none
-  nb::object empty_, table_of_, to_;
+  nb::object empty_, table_of_, flat_, to_;
+  nb::object device_, current_device_, stream_of_;  // not set on the CPU
 };
 
 // Finds what was decided for operands with the same facts, which takes less time than to make these facts an object.
@@ -219,14 +297,31 @@ class FactsCache {
         flat_(std::move(flat)) {}
 
   nb::object find(nb::tuple operands, int64_t number, nb::object leaves) const {
-    const Key key(*this, operands, number, leaves);
-    if (!key.known) return nb::none();
-    const auto found = values_.find(key.facts);
-    return found == values_.end() ? nb::none() : found->second.value;
+    const Key key(*this, operands, number);
+    for (PyObject* leaf : key.leaves) {
+      if (!leaves.is_none()) nb::borrow<nb::list>(leaves).append(nb::handle(leaf));
+    }
+    return value_of(key);
+  }
+
+  // NOTE: a launch lets other threads run, which may empty this cache, so `value` keeps the program.
+  nb::object run(nb::object given, int64_t number, nb::object watch) const {
+    const bool held = PyList_Check(given.ptr()) != 0;
+    auto operands = nb::cast<nb::tuple>(held ? nb::handle(item_of(given, 0)) : given);
+    const Key key(*this, operands, number);
+    const nb::object value = value_of(key);
+    if (value.is_none()) return value;
+    const auto* program = nb::cast<const Program*>(nb::cast<nb::tuple>(value)[0]);
+    uintptr_t stream = 0;
+    if (!program->current_stream(&stream)) return nb::none();
+    Program::Started started = program->start(key.leaves, key.addresses);
+    if (held && PyList_SetSlice(given.ptr(), 0, 1, nullptr) != 0) throw nb::python_error();
+    operands.reset();
+    return program->finish(std::move(started), stream, std::move(watch));
   }
 
   void keep(nb::tuple operands, int64_t number, nb::object value) {
-    const Key key(*this, operands, number, nb::none());
+    const Key key(*this, operands, number);
     if (!key.known) return;
     if (values_.size() >= most_) values_.clear();
     values_[key.facts] = {std::move(value), layouts_of(operands)};
@@ -242,24 +337,29 @@ class FactsCache {
 
   struct Key {
     std::string facts;
+    std::vector<PyObject*> leaves;  // as long as the operands live
+    Addresses addresses;
     bool known;
 
-    Key(const FactsCache& cache, nb::tuple operands, int64_t number, nb::object given) {
-      nb::list leaves = given.is_none() ? nb::list() : nb::borrow<nb::list>(given);
+    Key(const FactsCache& cache, nb::handle operands, int64_t number) {
+      constexpr size_t kUsual = 16;
       facts.reserve(512);
+      leaves.reserve(kUsual);
+      addresses.all.reserve(kUsual);
+      addresses.ends.reserve(kUsual);
       append(number);
-      const size_t count = operands.size();
-      for (size_t i = 0; i < count; ++i) {
-        const nb::object operand = operands[i];
+      const Py_ssize_t count = PyTuple_Size(operands.ptr());
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject* const operand = PyTuple_GetItem(operands.ptr(), i);
         if (!cache.is_flat(operand)) {
-          leaves.append(operand);
+          leaves.push_back(operand);
           continue;
         }
         append(i);
-        append(PyTuple_GetItem(operand.ptr(), 0));
-        for (nb::handle leaf : nb::borrow<nb::tuple>(PyTuple_GetItem(operand.ptr(), 1))) leaves.append(leaf);
+        append(PyTuple_GetItem(operand, 0));
+        for (nb::handle leaf : nb::borrow<nb::tuple>(PyTuple_GetItem(operand, 1))) leaves.push_back(leaf.ptr());
       }
-      known = cache.exchange_->append_facts(leaves, &facts);
+      known = cache.exchange_->append_facts(leaves, &facts, &addresses);
     }
 
     template <class T>
@@ -269,6 +369,12 @@ class FactsCache {
   };
 
   bool is_flat(nb::handle operand) const { return operand.type().is(flat_); }
+
+  nb::object value_of(const Key& key) const {
+    if (!key.known) return nb::none();
+    const auto found = values_.find(key.facts);
+    return found == values_.end() ? nb::none() : found->second.value;
+  }
 
   nb::list layouts_of(nb::tuple operands) const {
     nb::list layouts;
@@ -300,24 +406,33 @@ void define_program(nb::module_& module) {
           "operand; none: 0 for all. `part`: of those of the plan, whose other slots are absent; -1: the whole. Parts\n"
           "run in order, and nothing else writes to the workspace between them.")
       .def_prop_ro("continues", &Launcher::continues, "Whether the workspace holds what an earlier part left in it.")
-      .def("launch", &Launcher::launch, nb::arg("values"), nb::arg("stream"),
-           nb::sig("def launch(self, values: list, stream: int) -> None"),
+      .def("launch", nb::overload_cast<nb::list, uintptr_t>(&Launcher::launch, nb::const_), nb::arg("values"),
+           nb::arg("stream"), nb::sig("def launch(self, values: list, stream: int) -> None"),
            "Runs the kernel; otherwise as `Plan.launch`. Raises ValueError for a workspace that is too small.");
   nb::class_<Program>(module, "Program", "The planned steps of a rule, which run on the tensors of a list.")
-      .def(nb::init<nb::list, std::vector<int>, std::vector<int>, int, nb::object, nb::object, nb::object>(),
-           nb::arg("steps"), nb::arg("results"), nb::arg("released"), nb::arg("registers"), nb::arg("workspace").none(),
-           nb::arg("empty"), nb::arg("table_of"),
-           nb::sig("def __init__(self, steps: list[tuple], results: collections.abc.Sequence[int], "
-                   "released: collections.abc.Sequence[int], registers: int, "
-                   "workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, "
-                   "empty: collections.abc.Callable[..., object], "
-                   "table_of: collections.abc.Callable[[typing.Any], object]) -> None"),
-           "A new tensor is given by the arguments of `empty`, (shape, strides, dtype), also the workspace.\n\n"
-           "`steps`: launches (name, launcher, ((register, new tensor), ...), registers that no later step reads) and\n"
-           "casts (register, register of the result, dtype). `results`: of each a register, -1 for None, or leaf n as\n"
-           "-2 - n. `released`: leaves that are taken out of the list. `registers`: their number; those of the leaves\n"
-           "that are there come first, and the workspace is the last. `table_of` makes a tensor of a leaf that is a\n"
-           "list.")
+      .def(
+          nb::init<nb::object, nb::list, nb::sequence, std::vector<int>, int, nb::object, nb::object, nb::object,
+                   nb::object, nb::object>(),
+          nb::arg("exchange"), nb::arg("steps"), nb::arg("results"), nb::arg("released"), nb::arg("registers"),
+          nb::arg("workspace").none(), nb::arg("empty"), nb::arg("table_of"), nb::arg("flat").none() = nb::none(),
+          nb::arg("place").none() = nb::none(),
+          nb::sig("def __init__(self, exchange: Exchange, steps: list[tuple], "
+                  "results: collections.abc.Sequence[int | tuple[object, collections.abc.Sequence[int]]], "
+                  "released: collections.abc.Sequence[int], registers: int, "
+                  "workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, "
+                  "empty: collections.abc.Callable[..., object], "
+                  "table_of: collections.abc.Callable[[bytes], object], flat: type | None = None, "
+                  "place: tuple[int, collections.abc.Callable[[], int], collections.abc.Callable[[int], int]] | None "
+                  "= None) -> None"),
+          "A new tensor is given by the arguments of `empty`, (shape, strides, dtype), also the workspace.\n\n"
+          "`steps`: launches (name, launcher, ((register, new tensor), ...), registers that no later step reads) and\n"
+          "casts (register, register of the result, dtype). `results`: of each a register, -1 for None, or leaf n as\n"
+          "-2 - n; or (layout, several of these), of which `flat` makes one result. `released`: leaves that are taken\n"
+          "out of the list. `registers`: their number; those of the leaves that are there come first, and the "
+          "workspace\n"
+          "is the last. `table_of` makes a tensor of a leaf that is a list, from its `Exchange.addresses`. `place`: "
+          "the\n"
+          "CUDA device, what tells the current one, and what tells the current stream of a device; None: the CPU.")
       .def(
           "run", &Program::run, nb::arg("leaves"), nb::arg("stream"), nb::arg("watch").none() = nb::none(),
           nb::sig("def run(self, leaves: list, stream: int, watch: collections.abc.Callable[[str, Launcher, list, "
@@ -336,6 +451,15 @@ void define_program(nb::module_& module) {
            "The object that was kept for these facts; None where there is none, or `describe` has no answer. The "
            "leaves\n"
            "of the operands are appended to `leaves`.")
+      .def("run", &FactsCache::run, nb::arg("operands"), nb::arg("number"), nb::arg("watch").none() = nb::none(),
+           nb::sig("def run(self, operands: tuple[object, ...] | list[tuple[object, ...]], number: int, "
+                   "watch: collections.abc.Callable[[str, Launcher, list, tuple[int, ...], int], None] | None = None) "
+                   "-> list | None"),
+           "What `find` and `Program.run` do, where the object that was kept is a tuple that starts with a program: "
+           "the\n"
+           "results on the current stream. None where `find` has no answer or another device is current.\n"
+           "`operands`: or a list with only them, from which they are taken, so that they are freed after their last "
+           "use.")
       .def("keep", &FactsCache::keep, nb::arg("operands"), nb::arg("number"), nb::arg("value"),
            nb::sig("def keep(self, operands: tuple[object, ...], number: int, value: object) -> None"),
            "Keeps `value`, unless `describe` has no answer.")

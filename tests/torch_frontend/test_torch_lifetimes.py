@@ -209,7 +209,7 @@ def test_codes_take_little_more_memory_than_bf16(name: str, monkeypatch: pytest.
     memory = _Memory()
     monkeypatch.setattr(_record, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(_record, "empty_on_cpu", memory.empty)
-    monkeypatch.setattr(_record, "watch", lambda flags, device: lambda *launch: None)
+    monkeypatch.setattr(_record, "observer", lambda *launch: None)
     case = cases.named(name)
     plain = _planned_peak(case, None, memory)
     assert plain >> 20 == 2 * case.rows * (case.k + case.n) >> 20, "y, and the gradient of the hidden rows"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -107,7 +109,7 @@ def test_addresses() -> None:
     members = [torch.zeros(4), None, torch.zeros(8)[4:]]
     expected = [0 if each is None else each.data_ptr() for each in members]
     assert memoryview(EXCHANGE.addresses(members)).cast("q").tolist() == expected
-    assert address_table(members, -1).tolist() == expected
+    assert address_table(EXCHANGE.addresses(members), -1).tolist() == expected
     with asserts.refused(ValueError, ["operand", "no tensor"]):
         EXCHANGE.addresses([torch.eye(3).to_sparse()])
     with asserts.refused(TypeError, ["exchange", "DLPack", "install"]):
@@ -196,6 +198,11 @@ def test_launchers_refuse_parts_that_are_not_there() -> None:
             _native.Launcher(EXCHANGE, plan, absent, part=part).launch([], 0)
 
 
+def _values_at(addresses: bytes) -> Tensor:
+    """float32 [n]: the value at each address."""
+    return torch.tensor([ctypes.c_float.from_address(each).value for each in memoryview(addresses).cast("q")])
+
+
 def _scaling_program(**changes: Any) -> _native.Program:
     """rows [2, 3] times scales, rounded to bf16; the leaves are rows, nothing, a list of scales, sizes."""
     specs = [("float32", (2, 3)), ("float32", (2,)), ("int32", (1,)), None]
@@ -203,13 +210,14 @@ def _scaling_program(**changes: Any) -> _native.Program:
     launcher = _native.Launcher(EXCHANGE, plan, [0, 1, 2, -1, 3, -1])
     new = ((2, 3), (3, 1), torch.float32)
     given = {
+        "exchange": EXCHANGE,
         "steps": [("scale_rows", launcher, ((3, new),), (0, 1, 2)), (3, 4, torch.bfloat16)],
         "results": [4, -1, -2 - 3],
         "released": [0],
         "registers": 6,
         "workspace": None,
         "empty": empty_on_cpu,
-        "table_of": torch.cat,
+        "table_of": _values_at,
     } | changes
     return _native.Program(**given)
 
@@ -246,11 +254,62 @@ def test_programs_let_launches_be_watched() -> None:
     assert seen == [("scale_rows", (3,), 0, [True, True, True, True, False, True])]
 
 
-def test_facts_find_what_was_kept_for_them() -> None:
-    class Several(NamedTuple):
-        layout: Any
-        leaves: tuple[Any, ...]
+class Several(NamedTuple):
+    """An operand or a result of several leaves."""
 
+    layout: Any
+    leaves: tuple[Any, ...]
+
+
+def test_results_of_several_leaves_have_their_layout() -> None:
+    program = _scaling_program(results=[("rows", [4, -1, -2 - 3]), 4], flat=Several)
+    leaves = _leaves()
+    several, y = program.run(leaves, 0)
+    assert isinstance(several, Several)
+    assert several.layout == "rows"
+    assert several.leaves[0] is y
+    assert several.leaves[1:] == (None, leaves[3])
+
+
+def test_a_kept_program_runs_on_the_operands_for_which_it_is_found() -> None:
+    cache = _native.FactsCache(EXCHANGE, 3, Several)
+    rows, nothing, scales, sizes = _leaves()
+    operands = (rows, nothing, Several("scales", (scales,)), sizes)
+    assert cache.run(operands, 0) is None, "nothing was kept"
+    cache.keep(operands, 0, (_scaling_program(), "what else is known"))
+    assert cache.run(operands, 1) is None, "another number"
+    for given in (operands, [operands]):
+        found: Any = cache.run(given, 0)
+        y, _, same = found
+        asserts.bitwise(y, torch.tensor([[1.0] * 3, [2.0] * 3], dtype=torch.bfloat16))
+        assert same is sizes
+    held = [operands]
+    freed = weakref.ref(rows)
+    alive: list[bool] = []
+
+    def watch(name: str, launcher: Any, values: list[Any], made: tuple[int, ...], stream: int) -> None:
+        assert not held, "operands are still in the list"
+        launcher.launch(values, stream)
+        values[0] = None
+        alive.append(freed() is not None)
+
+    del operands, rows, given
+    cache.run(held, 0, watch)
+    assert alive == [False], "rows that no later launch reads are still alive"
+
+
+def test_a_kept_program_does_not_run_where_another_device_is_current() -> None:
+    operands = tuple(_leaves())
+    for current, runs in ((0, True), (1, False)):
+        cache = _native.FactsCache(EXCHANGE, 3, Several)
+        cache.keep(operands, 0, (_scaling_program(place=(0, lambda device=current: device, lambda device: 7)),))
+        streams: list[int] = []
+        found = cache.run(operands, 0, lambda *launch, seen=streams: seen.append(launch[-1]))
+        assert (found is not None) == runs
+        assert streams == [7] * runs
+
+
+def test_facts_find_what_was_kept_for_them() -> None:
     cache = _native.FactsCache(EXCHANGE, 3, Several)
     layout, other = ("layout",), ["layout"]
     a, b = torch.zeros(2), torch.zeros(3)

@@ -71,22 +71,17 @@ def watched(note: Callable[[str, Any, list[Any], tuple[int, ...]], None]) -> Ite
     """Calls `note` before each launch inside, also of each part of a kernel: with the native call, its launcher, the
     registers, and those of its new results.
     """
-    original = _record.watch
+    original = _record.observer
 
-    def watch(flags: frozenset[str], device: int) -> Callable[..., None]:
-        launch = original(flags, device)
-
-        def noted(name: str, launcher: Any, values: list[Any], made: tuple[int, ...], stream: int) -> None:
-            note(name, launcher, values, made)
-            if launch is None:
-                launcher.launch(values, stream)
-            else:
-                launch(name, launcher, values, made, stream)
-
-        return noted
+    def noted(name: str, launcher: Any, values: list[Any], made: tuple[int, ...], stream: int) -> None:
+        note(name, launcher, values, made)
+        if original is None:
+            launcher.launch(values, stream)
+        else:
+            original(name, launcher, values, made, stream)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_record, "watch", watch)
+        patch.setattr(_record, "observer", noted)
         yield
 
 

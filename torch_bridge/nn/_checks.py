@@ -11,7 +11,7 @@ from torch import Tensor
 from grouped_core.formats import WIDE
 from grouped_core.recipes import Recipe
 from torch_bridge import _autocast
-from torch_bridge._tensors import DTYPES, home
+from torch_bridge._tensors import DTYPES
 
 
 def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ def check_recipe(name: str, recipe: Any) -> None:
 
 def compute_dtype(x: Any, parameters: torch.dtype) -> torch.dtype:
     """The dtype in which a layer computes: autocast's if it is on, otherwise that of its parameters."""
-    return _autocast.dtype_of(home(x)) or parameters
+    return _autocast.dtype_of(x) or parameters
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from grouped_core import scaling
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from torch_bridge._checks import is_distributed
+from torch_bridge._tensors import home
 from torch_bridge.quantize import scaling_state
 
 _SCALE, _HISTORY, _FP8_MAX = "scaling_scale", "scaling_history", "scaling_top"
@@ -52,9 +53,11 @@ class ScaledModule(Module):
     @property
     def scaling_state(self) -> ScalingState[Tensor] | None:
         """The state of delayed scaling, for `update_scaling`, or None; its arrays are the layer's buffers."""
+        if self.scaling_recipe is None:
+            return None
         buffers = self._buffers  # faster than attributes of the module
         scale, history, fp8_max = buffers.get(_SCALE), buffers.get(_HISTORY), buffers.get(_FP8_MAX)
-        if self.scaling_recipe is None or scale is None or history is None or fp8_max is None:
+        if scale is None or history is None or fp8_max is None:
             return None
         return ScalingState(scale, history, fp8_max, self.scaling_recipe.amax_algorithm)
 
@@ -150,13 +153,13 @@ def bound(
     advance the generator equally for random operations after the layer; so a layer in training always draws a key.
 
     Args:
-        rows: a tensor on the device of the operation.
+        rows: those of the operation, on its device.
     """
     if recipe is None:
         return None
     key = None
     if recipe.stochastic and (training or torch.is_grad_enabled()):
         # Drawn from the device's generator, which graphs advance at each replay; it has no unsigned numbers.
-        drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=rows.device)
+        drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=home(rows).device)
         key = drawn.view(torch.uint32)
     return BoundRecipe(recipe, state, key)

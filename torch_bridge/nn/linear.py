@@ -198,7 +198,7 @@ class GroupedLinear(ScaledModule):
         dtype = compute_dtype(x, parameters[0].dtype)
         weights = self.weights(parameters, dtype)
         self.note_addresses(weights)
-        recipe = bound(self.recipe, self.scaling_state, home(x), training=self.training)
+        recipe = bound(self.recipe, self.scaling_state, x, training=self.training)
         rows = cast_rows(x, dtype)
         name, owners = linear.LINEAR.name, (self.owner(parameters),)
         arguments: tuple[Any, ...] = (

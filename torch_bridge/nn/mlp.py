@@ -64,7 +64,7 @@ def fused_mlp(
     wi, wo = fc1.weights(parameters[0], dtype), fc2.weights(parameters[1], dtype)
     fc1.note_addresses(wi)
     fc2.note_addresses(wo)
-    recipe: Any = bound(fc1.recipe, state, home(x), training=fc1.training or fc2.training)
+    recipe: Any = bound(fc1.recipe, state, x, training=fc1.training or fc2.training)
     if state is None and recipe is not None:
         recipe = tuple(BoundRecipe(each.recipe, each.scaling_state, recipe.key) for each in (fc1, fc2))
     first = fc1.forms_of("linear_fc1", parameters[0], first_microbatch)
