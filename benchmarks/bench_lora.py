@@ -2,6 +2,7 @@
 
     python benchmarks/bench_lora.py                    # the models' shapes, forward and backward, on a GPU
     python benchmarks/bench_lora.py --kernels          # what runs on the GPU in a step, by PyTorch's profiler
+    python benchmarks/bench_lora.py --steady 0.4       # long runs: each candidate at the clock of its own work
     python benchmarks/bench_lora.py --device cpu
 
 The experts' MLP of sorted rows whose x needs a gradient: with frozen weights alone, and with adapters of both weights.
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--budget", type=float, default=4.0, help="seconds per shape")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--steady", type=float, help="seconds of each of three long runs, instead of short ones in turns")
     options = parser.parse_args()
     layers = SMALL if options.device == "cpu" else LAYERS
     clock = harness.cpu_clock if options.device == "cpu" else harness.cuda_clock
@@ -109,7 +111,8 @@ def main() -> None:
                 held = torch.cuda.memory_allocated()
                 thunk(0)
                 peaks[name] = (torch.cuda.max_memory_allocated() - held) / 2**20
-        found = harness.measure(thunks, clock=clock, rounds=20, budget_s=options.budget)
+        how = harness.steady(options.steady) if options.steady else {"clock": clock, "rounds": 20}
+        found = harness.measure(thunks, budget_s=options.budget, **how)
         first = found[next(iter(found))].median_us
         for base in options.bases:
             alone = found[base].median_us

@@ -1,12 +1,14 @@
-// Up projection with its activation on Hopper, of rows of bfloat16 and weights [G, W, K] that come as codes: as
-// grouped_matmul_act_bf16_sm90.cu has it, with a warpgroup that widens the codes of a stage to the tile that is
-// multiplied, as in grouped_matmul_codes_sm90.cu. Bits are those of the same call on widened weights.
+// Up projection with its activation on Hopper, of rows of bfloat16 and weights [G, W, K] that come as codes: the
+// products of grouped_matmul_codes_sm90.cu with the epilogue of grouped_matmul_act_bf16_sm90.cu. Bits are those of the
+// same call on widened weights.
 //
-//   loader: codes by boxes of 32 columns x 64 k, gates and linear halves by turns
+//   loader: codes by boxes of 64 or 32 columns x 64 k, of gates and of linear halves
+//   4 bits: a lane has a gate and the linear value of the same result, for two rows in eight; pieces of 32 rows by 32
+//           columns leave through slots that four warps share, two sets of three
 //
-//   codes     tile               accumulators   ring         slots           registers, 128 + 256 + 128 threads
-//   4 bits    128 x (96 + 96)    192 a thread   4 x 46 KiB   8 x 3 x 1 KiB   24 / 224 / 40
-//   8 bits    128 x (96 + 96)    192 a thread   4 x 52 KiB   8 x 2 x 1 KiB   24 / 224 / 40
+//   codes     tile               accumulators   ring         slots           registers by warpgroup
+//   4 bits    256 x (64 + 64)    128 a thread   4 x 50 KiB   8 x 3 x 1 KiB   40 / 232, 232
+//   8 bits    128 x (96 + 96)    192 a thread   4 x 52 KiB   8 x 2 x 1 KiB   24 / 224, 224 / 40
 #include "cc/api/kernel.h"
 #include "cc/api/product_inside.h"
 #include "cc/kernels/grouped_matmul_act_codes_sm90.cuh"

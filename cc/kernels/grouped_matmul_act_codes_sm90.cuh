@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cc/device/common/group_factor.cuh"
-#include "cc/device/sm90/pipeline_swapped.cuh"
+#include "cc/device/sm90/swapped_epilogue.cuh"
 #include "cc/device/sm90/widen_tiles.cuh"
 #include "cc/kernels/grouped_matmul_act_bf16_sm90.cuh"
 
@@ -15,19 +15,18 @@ struct CodedUpParams : UpParams {
   int32_t codes_boxes;   // of a tile of 4-bit codes
 };
 
-using CodedUpShape = CodedTileShape<false, kCodedBytesWithActivation.cols, kCodedBytesWithActivation.stages,
-                                    kCodedBytesWithActivation.slots, kNarrowSlotBytes>;
+using ByteUpShape = CodedTileShape<false, kCodedBytesWithActivation.cols, kCodedBytesWithActivation.stages,
+                                   kCodedBytesWithActivation.slots, kNarrowSlotBytes>;
 
 // Codes of 8 bits, which are widened in shared memory.
 template <Pairs kPairs>
-struct CodedUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, CodedUpShape> {
-  using Shape = CodedUpShape;
+struct ByteUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, ByteUpShape>, CodedBlocks {
+  using Shape = ByteUpShape;
   using Base = UpProduct<__nv_bfloat16, Major::k, kPairs, Shape>;
   using Params = CodedUpParams;
   static constexpr int kBoxCols = 32;
 
   // As CodedBoxes has them (widen_tiles.cuh). Two boxes, one of each part, are 64 columns of a tile.
-  static __device__ bool from_codes(const Params& p, int block) { return block * kBlockK < p.low.first; }
   static __device__ int coded_cols(int cols) { return 2 * kBoxCols * Base::boxes(cols); }
   static __device__ int coded_column(const Params& p, const Work& work, int col) {
     return p.across * work.col0 + col / kBoxCols * p.weight_part + col % kBoxCols;
@@ -39,7 +38,7 @@ struct CodedUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, CodedUpShape>
         p.coded, work.group, 2 * Base::boxes(p.cols - work.col0), kBoxCols, to, arrived, [&](int) { return k; },
         [&](int box) { return p.across * work.col0 + box / 2 * p.step + box % 2 * p.weight_part; });
   }
-  static __device__ void widen(const Params& p, const Shell<Shape> shell) { widen_any<false, CodedUpProduct>(p, shell); }
+  static __device__ void widen(const Params& p, const Shell<Shape> shell) { widen_any<false, ByteUpProduct>(p, shell); }
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[kTileCols / 2],
                                typename Base::WarpSlots& slots, NothingHeld& held) {
@@ -48,10 +47,10 @@ struct CodedUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, CodedUpShape>
   }
 };
 
-// Codes of 4 bits, which go from shared memory to registers. A warp's lines g are gates, or else the tile's first 64
+// Codes of 4 bits, which are widened in registers. A warp's lines g are gates, or else the tile's first 64
 // columns, and lines g + 8 the linear columns of the same results, or else its second 64.
 template <Pairs kPairs>
-struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, NibbleTile> {
+struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, NibbleTile>, CodedBlocks {
   using Shape = NibbleTile;
   using Params = CodedUpParams;
   using T = __nv_bfloat16;
@@ -89,7 +88,6 @@ struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, NibbleTile> 
       }
     }
   };
-  static __device__ int coded_blocks(const Params& p, int blocks) { return min(blocks, p.low.first / kBlockK); }
   static __device__ int coded_column(const Params& p, const Work& work, int col) {
     return box_line(p, work, col / kLowBoxRows, Shape::kCols / kLowBoxRows, kLowBoxRows) + col % kLowBoxRows;
   }
@@ -123,10 +121,10 @@ struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, NibbleTile> 
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       const int result = work.col0 + col + (kGated ? 0 : b * kSwappedCols);
-      const int hidden = kPairs == Pairs::none      ? result
-                         : kPairs == Pairs::columns ? 2 * result + b
-                                                    : p.across * work.col0 + col / kSliceCols * p.step +
-                                                          col % kSliceCols + b * p.part;
+      const int hidden = kPairs == Pairs::none ? result
+                         : kPairs == Pairs::columns
+                             ? 2 * result + b
+                             : p.across * work.col0 + col / kSliceCols * p.step + col % kSliceCols + b * p.part;
       if (result < p.cols) bias[b] = Bias::value(p, from, hidden);
     }
   }
@@ -165,10 +163,10 @@ struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, NibbleTile> 
               z[j][0] = pack2<T>(scale[0] * Act::value(p.activation, a[0], u[0]),
                                  scale[1] * Act::value(p.activation, a[1], u[1]));
             } else {
-              z[j][0] = pack2<T>(scale[0] * Act::value(p.activation, a[0], 0),
-                                 scale[1] * Act::value(p.activation, a[1], 0));
-              z[j][1] = pack2<T>(scale[0] * Act::value(p.activation, u[0], 0),
-                                 scale[1] * Act::value(p.activation, u[1], 0));
+              z[j][0] =
+                  pack2<T>(scale[0] * Act::value(p.activation, a[0], 0), scale[1] * Act::value(p.activation, a[1], 0));
+              z[j][1] =
+                  pack2<T>(scale[0] * Act::value(p.activation, u[0], 0), scale[1] * Act::value(p.activation, u[1], 0));
             }
           }
         }
@@ -227,7 +225,7 @@ void launch_coded_pairs(const GroupedMatmulAct& call, CodedUpParams p, void* str
     p.coded = coded_weights(call, Product::Shape::kCols / p.codes_boxes);
     launch_up_product<Product>(swapped_product_sm90<Product>, call, p, kThreads, stream);
   } else {
-    using Product = CodedUpProduct<kPairs>;
+    using Product = ByteUpProduct<kPairs>;
     p.coded = coded_weights(call, Product::kBoxCols);
     launch_up_product<Product>(coded_product_sm90<Product>, call, p, kCodedThreads, stream);
   }

@@ -1,24 +1,26 @@
 // Rows of bfloat16 against weights that come as codes (MXFP4, NVFP4, MXFP8, E4M3) on Hopper: forward and dgrad of
 // frozen quantised weights, for any number of rows. The codes, [G, lines, line], are contracted along either axis.
-// Nothing of the size of the weights is written: a tile is widened in shared memory, by a warpgroup of its own, for
-// every 128 rows that it meets. Bits are those of grouped_matmul_bf16_sm90 on widened weights.
+// Nothing of the size of the weights is written. Bits are those of grouped_matmul_bf16_sm90 on widened weights.
 //
-//   scheduler, mailbox, work rings: as in grouped_matmul_bf16_sm90.cu
-//   loader: lhs rows by a ragged map, codes by boxes of 64 columns x 64 k, each CTA its own. Blocks of a low-rank
-//           product, which are numbers, follow those of K and go straight to the tile (low_rank.cuh)
-//            |  ring of blocks: lhs 128 x 64, weights 64 x 192 as bf16, codes 64 x 192
+// Codes of 4 bits are widened in registers, once for 256 rows: weights are the operand of wgmma that comes from there
+// (operands swapped, pipeline_swapped.cuh).
+//
+//   loader: rows by boxes of 128 x 64 k, multicast to the pair; codes by boxes of 64 columns x 64 k, each CTA its own.
+//           Blocks of a low-rank product, which are numbers, follow those of K and lie where codes do
+//   2 warps: scales -> factors, pairs of bfloat16
+//            |  ring of blocks: rows 256 x 64, codes or numbers 128 x 64, factors
 //            v
-//   widening warpgroup: codes, and their scales from the first cache -> bf16 tile of the same stage (widen_tiles.cuh)
-//            |
-//            v
-//   2 consumer warpgroups in turn: wgmma m64n192k16, fp32 in registers
-//            |  * scale of the group, + bias, * row scale, one rounding; slots of 16 rows in shared memory
+//   2 consumer warpgroups of 64 columns each: codes * factors -> fragments; wgmma m64n256k16, fp32 in registers
+//            |  * scale of the group, + bias, * row scale, one rounding; transposed into slots in shared memory
 //            v
 //   ragged store, clipped at the group's last row
 //
-//   codes     tile        accumulators   ring         slots           registers, 128 + 256 + 128 threads
-//   4 bits    128 x 192   192 a thread   4 x 46 KiB   8 x 2 x 2 KiB   24 / 224 / 40
-//   8 bits    128 x 192   192 a thread   4 x 52 KiB   8 x 1 x 2 KiB   24 / 224 / 40
+// Codes of 8 bits are widened in shared memory, once for every 128 rows, by a warpgroup of its own (widen_tiles.cuh).
+// The rest is grouped_matmul_bf16_sm90: 2 consumer warpgroups in turn, wgmma m64n192k16.
+//
+//   codes     tile        accumulators   ring         slots           registers by warpgroup
+//   4 bits    256 x 128   128 a thread   4 x 50 KiB   8 x 3 x 1 KiB   40 / 232, 232
+//   8 bits    128 x 192   192 a thread   4 x 52 KiB   8 x 1 x 2 KiB   24 / 224, 224 / 40
 #include "cc/api/kernel.h"
 #include "cc/kernels/grouped_matmul_codes_sm90.cuh"
 #include "cc/kernels/kernels.h"

@@ -4,8 +4,8 @@
 
 #include "cc/api/calls.h"
 #include "cc/device/common/group_factor.cuh"
-#include "cc/device/sm90/pipeline_swapped.cuh"
 #include "cc/device/sm90/rows_matmul.cuh"
+#include "cc/device/sm90/swapped_epilogue.cuh"
 #include "cc/device/sm90/widen_tiles.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 
@@ -16,19 +16,19 @@ struct CodedRowsParams : HalvesParams {
   const float* factors;  // [groups]: scales of groups, or null
 };
 
-
 using ByteTile = CodedTileShape<false, kCodedBytes.cols, kCodedBytes.stages, kCodedBytes.slots>;
 
 // Codes of 8 bits, which are widened in shared memory.
 template <class Out, Major kWeights>
-struct CodedRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, ByteTile>,
-                          CodedBoxes<false, kWeights, ByteTile::kCols> {
+struct ByteRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, ByteTile>,
+                         CodedBoxes<false, kWeights, ByteTile::kCols> {
   using Shape = ByteTile;
   using Base = RowsProduct<__nv_bfloat16, Out, kWeights, Shape>;
   using Params = CodedRowsParams;
+  static constexpr int kRowsBox = 64, kLinesBox = kCodedBox;  // rows of boxes
 
   static __device__ void widen(const Params& p, const Shell<Shape> shell) {
-    widen_any<false, CodedRowsProduct>(p, shell);
+    widen_any<false, ByteRowsProduct>(p, shell);
   }
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
@@ -38,13 +38,14 @@ struct CodedRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, ByteTile>,
   }
 };
 
-// Codes of 4 bits, which go from shared memory to registers.
+// Codes of 4 bits, which are widened in registers.
 template <class Out, Major kWeights>
 struct NibbleRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, NibbleTile>,
                            CodedBoxes<true, kWeights, NibbleTile::kCols> {
   using Shape = NibbleTile;
   using Params = CodedRowsParams;
   static constexpr Lines kLines = Lines::neighbours;
+  static constexpr int kRowsBox = kSwappedRowsBox, kLinesBox = kWeights == Major::k ? Shape::kCols : kBlockK;
 
   // Where the codes of a tile are, but for k: boxes of 64 codes by 128 lines, or two of 64 lines.
   struct CodesAt {
@@ -81,34 +82,19 @@ struct NibbleRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, NibbleTile>
   }
 };
 
-template <class Out, Major kWeights>
-void launch_nibbles_major(const GroupedMatmul& call, CodedRowsParams p, void* stream) {
-  using Product = NibbleRowsProduct<Out, kWeights>;
-  using Rhs = typename Product::Rhs;
-  p.coded = coded_weights(call, kWeights == Major::k ? Product::Shape::kCols : kBlockK);
-  p.lhs = map_of_rows(call.lhs, kSwappedRowsBox);
-  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length, kSwappedRowsBox);
-  map_result(call, &p, SwappedOut<Out, kWeights>::kCols, SwappedOut<Out, kWeights>::kRows);
-  launch_rows_product<Product>(swapped_product_sm90<Product>, p, stream);
-}
-
-template <class Out, Major kWeights>
-void launch_bytes_major(const GroupedMatmul& call, CodedRowsParams p, void* stream) {
-  using Product = CodedRowsProduct<Out, kWeights>;
-  using Rhs = typename Product::Rhs;
-  p.coded = coded_weights(call, kCodedBox);
-  p.lhs = map_of_rows(call.lhs);
-  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  map_result(call, &p);
-  launch_rows_product<Product>(coded_product_sm90<Product>, p, stream, kCodedThreads);
-}
-
 template <bool kNibbles, class Out, Major kWeights>
-void launch_coded_major(const GroupedMatmul& call, const CodedRowsParams& p, void* stream) {
+void launch_coded_major(const GroupedMatmul& call, CodedRowsParams p, void* stream) {
+  using Product = std::conditional_t<kNibbles, NibbleRowsProduct<Out, kWeights>, ByteRowsProduct<Out, kWeights>>;
+  using Rhs = typename Product::Rhs;
+  p.coded = coded_weights(call, Product::kLinesBox);
+  p.lhs = map_of_rows(call.lhs, Product::kRowsBox);
+  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length, Product::kRowsBox);
   if constexpr (kNibbles) {
-    launch_nibbles_major<Out, kWeights>(call, p, stream);
+    map_result(call, &p, SwappedOut<Out, kWeights>::kCols, SwappedOut<Out, kWeights>::kRows);
+    launch_rows_product<Product>(swapped_product_sm90<Product>, p, stream);
   } else {
-    launch_bytes_major<Out, kWeights>(call, p, stream);
+    map_result(call, &p);
+    launch_rows_product<Product>(coded_product_sm90<Product>, p, stream, kCodedThreads);
   }
 }
 

@@ -14,6 +14,7 @@
 #include "cc/device/sm90/layout_codes.cuh"
 #include "cc/device/sm90/layout_fp8.cuh"
 #include "cc/device/sm90/layout_pieces.cuh"
+#include "cc/device/sm90/layout_swapped.cuh"
 #include "cc/device/sm90/layout_tf32.cuh"
 #include "cc/device/sm90/map_shapes.h"
 #include "cc/device/sm90/schedule.cuh"
@@ -660,6 +661,96 @@ void codes_become_tiles(std::mt19937_64& rng) {
   }
 }
 
+// ---- codes of 4 bits in registers, operands swapped ----
+
+// A tile of 128 columns by 64 k as copies put it into shared memory, in lines of 64 codes; two codes a byte.
+struct SwappedTile {
+  std::vector<int> codes = std::vector<int>(2 * kSwappedCols * kBlockK);  // [column][k]
+  std::vector<uint8_t> bytes = std::vector<uint8_t>(codes.size() / 2);
+
+  SwappedTile(std::mt19937_64& rng, bool along) {
+    for (int column = 0; column < 2 * kSwappedCols; ++column) {
+      for (int k = 0; k < kBlockK; ++k) {
+        const int code = codes[column * kBlockK + k] = int(rng() % 16);
+        const int line = along ? column : k, at = along ? k : column % 64, box = along ? 0 : column / 64;
+        bytes[box * 64 * 32 + nibbles_at(line, at / 32) + at % 32 / 2] |= code << (at % 2 * 4);
+      }
+    }
+  }
+  void expect(uint32_t pair, int column, int k) const {
+    for (int half = 0; half < 2; ++half) {
+      const int code = codes[column * kBlockK + k + half];
+      const double found = std::ldexp(value_of_bf16(pair >> (16 * half) & 0xffff), 126);
+      EXPECT(found == value_of(true, code), "column %d, k %d, code %d: %g", column, k + half, code, found);
+    }
+  }
+};
+
+// Every pair of a fragment has the codes of its line and columns, and every column belongs to one line.
+void codes_along_lines(std::mt19937_64& rng, Lines lines) {
+  const SwappedTile tile(rng, true);
+  std::vector<int> owners(2 * kSwappedCols);
+  for (int warp = 0; warp < 8; ++warp) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int b = 0; b < 2; ++b) {
+        const int t = lane % 4, column = swapped_column(lines, warp, lane / 4 + 8 * b);
+        if (t == 0) ++owners[column];
+        for (int chunk = 0; chunk < 2; ++chunk) {
+          uint32_t words[4], pairs[4];
+          std::memcpy(words, &tile.bytes[nibbles_at(column, chunk)], sizeof words);
+          pairs_of_line(words, t, pairs);
+          for (int j = 0; j < 4; ++j) tile.expect(pairs[j], column, 32 * chunk + 16 * (j / 2) + 8 * (j % 2) + 2 * t);
+        }
+      }
+    }
+  }
+  for (int column = 0; column < 2 * kSwappedCols; ++column) EXPECT(owners[column] == 1, "column %d", column);
+}
+
+void codes_across_lines(std::mt19937_64& rng) {
+  const SwappedTile tile(rng, false);
+  std::vector<int> owners(2 * kSwappedCols);
+  for (int warp = 0; warp < 8; ++warp) {
+    for (int part = 0; part < 2; ++part) {
+      std::vector<uint32_t> rows(32);
+      for (int lane = 0; lane < 32; ++lane) rows[lane] = swapped_bytes_at(warp, lane) + part * 32 * 32;
+      spread_over_banks(rows, 16);
+      for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; ++i) {  // what a transposed load of four matrices gives a lane
+          uint16_t lines[2];
+          for (int e = 0; e < 2; ++e) std::memcpy(&lines[e], &tile.bytes[rows[8 * i + 2 * t + e] + 2 * g], 2);
+          uint32_t pairs[2];
+          pairs_of_bytes(lines[0] | uint32_t{lines[1]} << 16, warp, pairs);
+          for (int b = 0; b < 2; ++b) {
+            const int column = swapped_column_of_bytes(warp, g + 8 * b);
+            if (t == 0 && i == 0 && part == 0) ++owners[column];
+            tile.expect(pairs[b], column, 32 * part + 8 * i + 2 * t);
+          }
+        }
+      }
+    }
+  }
+  for (int column = 0; column < 2 * kSwappedCols; ++column) EXPECT(owners[column] == 1, "column %d", column);
+}
+
+// Factors fill their place, each once; those of a lane's two lines and eight steps of 8 k are 32 bytes.
+void factors_of_swapped_tiles() {
+  std::vector<int> words(kFactorBytes / 4), halves(kFactorBytes / 2);
+  for (int column = 0; column < 2 * kSwappedCols; ++column) {
+    for (int i = 0; i < kBlockK / kFactorCodes; ++i) ++words[factor_of_line(column, i)];
+  }
+  for (int line = 0; line < kBlockK; ++line) {
+    for (int i = 0; i < 2 * kSwappedCols / kFactorCodes; ++i) {
+      ++halves[factor_across(line, i)];
+      const int t = line % 8 / 2;
+      EXPECT(factor_across(line, i) == factor_across(2 * t, i) + 2 * (line / 8) + line % 2, "line %d", line);
+    }
+  }
+  for (size_t i = 0; i < words.size(); ++i) EXPECT(words[i] == 1, "word %zu", i);
+  for (size_t i = 0; i < halves.size(); ++i) EXPECT(halves[i] == (i < halves.size() / 2), "half word %zu", i);
+}
+
 // ---- what a map that is not encoded says ----
 
 bool says(const std::string& text, const char* words) { return text.find(words) != std::string::npos; }
@@ -725,6 +816,10 @@ int main() {
   codes_become_tiles<pairs::Codes::mxfp8>(rng);
   codes_become_tiles<pairs::Codes::e4m3>(rng);
   std::puts("codes become the tile that widened weights would be");
+  for (const Lines lines : {Lines::neighbours, Lines::halves, Lines::alternating}) codes_along_lines(rng, lines);
+  codes_across_lines(rng);
+  factors_of_swapped_tiles();
+  std::puts("codes become fragments, and find their factors, whichever lines stand for a column");
   segments(rng);
   stage_scales();
   tensor_map_failures();

@@ -25,6 +25,19 @@ struct CodedWeights {
   pairs::Codes codes;
 };
 
+// Which blocks of k have codes; those behind are a low-rank product's.
+struct CodedBlocks {
+  template <class Params>
+  static __device__ bool from_codes(const Params& p, int block) {
+    return block * kBlockK < p.low.first;
+  }
+  // How many of so many.
+  template <class Params>
+  static __device__ int coded_blocks(const Params& p, int blocks) {
+    return min(blocks, p.low.first / kBlockK);
+  }
+};
+
 constexpr int64_t kMostOuter = kPassRows;         // rows of a pass are whole blocks
 constexpr int64_t kMostCodes = int64_t{1} << 35;  // then bytes of scales are counted in 32 bits
 

@@ -25,8 +25,8 @@ GROUPED_HOST_DEVICE constexpr int swapped_column(Lines lines, int warp, int line
          : lines == Lines::halves   ? line / 8 * kSwappedCols + warp * 8 + line % 8
                                     : 2 * (warp * 8 + line % 8) + line / 8;
 }
-// Else four neighbouring columns are two bytes, of which one warp of a pair takes the first and the other one the second.
-// The lower code of a byte belongs to line g and the higher one to line g + 8.
+// Else four neighbouring columns are two bytes, of which one warp of a pair takes the first and the other one the
+// second. The lower code of a byte belongs to line g and the higher one to line g + 8.
 GROUPED_HOST_DEVICE constexpr int swapped_column_of_bytes(int warp, int line) {
   return warp / 2 * 32 + line % 8 * 4 + warp % 2 * 2 + line / 8;
 }
@@ -43,8 +43,8 @@ GROUPED_HOST_DEVICE inline void pairs_of_line(const uint32_t (&words)[4], int t,
 
 // ---- codes contracted across lines: two lines meet in a pair ----
 
-// Byte offset of the row that `lane` addresses of four transposed 8 x 8 matrices of 16 bits, those of 32 lines, in boxes
-// of 64 codes by 64 lines. A lane then has, of each, two bytes of line 2t and two of line 2t + 1.
+// Byte offset of the row that `lane` addresses of four transposed 8 x 8 matrices of 16 bits, those of 32 lines, in
+// boxes of 64 codes by 64 lines. A lane then has, of each, two bytes of line 2t and two of line 2t + 1.
 GROUPED_HOST_DEVICE inline uint32_t swapped_bytes_at(int warp, int lane) {
   return warp / 4 * (kBlockK * 32) + nibbles_at(lane, warp / 2 % 2);
 }

@@ -40,8 +40,8 @@ inline std::string refuses_low(const LowRank& low, DType dtype, int64_t rhs_axis
   return "";
 }
 
-// Both maps, for weights in boxes of `box_cols` x `box_rows` and rows in boxes of 64 x `lhs_rows`; adds to `length`, the
-// depth of all blocks.
+// Both maps, for weights in boxes of `box_cols` x `box_rows` and rows in boxes of 64 x `lhs_rows`; adds to `length`,
+// the depth of all blocks.
 inline LowMaps low_maps(const LowRank& low, int64_t groups, uint32_t box_cols, uint32_t box_rows, int32_t* length,
                         uint32_t lhs_rows = 64) {
   LowMaps maps{};

@@ -127,7 +127,8 @@ void map_operands(const Call& call, RowsParams* p) {
   map_weights<Rhs>(call, p);
 }
 // Of the columns that a product makes of its result, in boxes as wide as a slot, or as given.
-inline void map_result(const GroupedMatmul& call, MatmulParams* p, uint32_t box_cols = 0, uint32_t box_rows = kOutRows) {
+inline void map_result(const GroupedMatmul& call, MatmulParams* p, uint32_t box_cols = 0,
+                       uint32_t box_rows = kOutRows) {
   const DType dtype = call.result.dtype;
   if (box_cols == 0) box_cols = kMapBytes / dtype_bytes(dtype);
   p->out = tensor_map(p->result + int64_t(p->first_col) * dtype_bytes(dtype), dtype,

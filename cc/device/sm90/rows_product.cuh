@@ -44,8 +44,8 @@ __device__ inline void set_group(const RowsParams& p, const FoundItem& found, Wo
   work->slice3 = slice.far;
 }
 
-// Draws the pair's items and pushes this CTA's tile of each, kRows by `tile_cols` and in the order of kTileAt. `at_tail`
-// is told the first tail row.
+// Draws the pair's items and pushes this CTA's tile of each, kRows by `tile_cols` and in the order of kTileAt.
+// `at_tail` is told the first tail row.
 template <auto kTileAt = pair_at, int kRows = kTileRows, class Push, class AtTail = IgnoreTail>
 __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_t rank, uint32_t mail, Push push,
                                      AtTail at_tail = {}) {

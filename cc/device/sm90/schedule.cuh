@@ -56,8 +56,8 @@ GROUPED_HOST_DEVICE inline Tile row_pair_at(int item, int row_tiles, int col_til
   return col_tiles == 2 ? Tile{item, rank, true} : pair_at(item, row_tiles, col_tiles, rank);
 }
 
-// The same tiles, but a pair takes two columns of one row tile wherever there are two: of weights that come as codes the
-// rows are what is heavy. The last of an odd number of columns goes two row tiles at once.
+// The same tiles, but a pair takes two columns of one row tile wherever there are two: of weights that come as codes
+// the rows are what is heavy. The last of an odd number of columns goes two row tiles at once.
 GROUPED_HOST_DEVICE inline Tile two_columns_at(int item, int row_tiles, int col_tiles, int rank) {
   constexpr int kWindow = 2 * kWindowPairs;
   const int doubles = col_tiles / 2, across = row_tiles * doubles;
@@ -183,8 +183,8 @@ struct FoundItem {
   int group, rows, end;
 };
 
-// A warp's walk over groups, by tiles of kRows rows: `find` takes rising items. Sizes are clamped as the contract says: negative counts as 0,
-// and no group reaches past row M.
+// A warp's walk over groups, by tiles of kRows rows: `find` takes rising items. Sizes are clamped as the contract says:
+// negative counts as 0, and no group reaches past row M.
 template <int kRows = kTileRows>
 class RowScan {
  public:

@@ -1,10 +1,11 @@
-// Tiles with swapped operands (layout_swapped.cuh): how the warps that multiply turn codes into fragments, and how the
-// warp that feeds them turns scales into factors.
+// Tiles with swapped operands (layout_swapped.cuh): how the warps that multiply turn codes into fragments, and how two
+// others turn scales into factors.
 #pragma once
 
 #include "cc/device/sm90/coded_weights.cuh"
 #include "cc/device/sm90/layout_swapped.cuh"
 #include "cc/device/sm90/pipeline.cuh"
+#include "cc/dispatch/tiles_sm90.h"
 
 namespace grouped::sm90 {
 
@@ -24,6 +25,9 @@ struct SwappedShape : ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlot
 
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
+
+constexpr int kSwappedSlotBytes = 1024;
+using NibbleTile = SwappedShape<kSwapped.stages, kSwapped.slots, kSwappedSlotBytes>;
 
 // The fragments of a unit, half of a block: [step][register].
 constexpr int kUnitSteps = kSwappedSteps / 2;
@@ -54,7 +58,7 @@ class SwappedBlocks<Shape, Major::k, kLines> {
     uint32_t factors[2][4];   // of a step each
   };
 
-  __device__ SwappedBlocks(int warp, bool nvfp4) : warp_(warp) {
+  __device__ SwappedBlocks(int warp, bool) : warp_(warp) {
     const int line = swapped_column(kLines, warp, threadIdx.x % 32 / 4);
     for (int i = 0; i < 2; ++i) codes_[i] = Shape::kCodesAt + nibbles_at(line, i);
     factors_ = 4 * factor_of_line(line, 0);
@@ -155,9 +159,9 @@ class SwappedBlocks<Shape, Major::mn, kLines> {
 
 // ---- factors ----
 
-// The scales that a lane turns into factors: of two lines of 64 codes, which belong to one half of a tile's columns. What
-// lies behind the last line or code takes the last one's. With kBothHalves consumers read factors of both halves, of
-// which one may need second factors and the other not: these are then always there.
+// The scales that a lane turns into factors: of two lines of 64 codes, which belong to one half of a tile's columns.
+// What lies behind the last line or code takes the last one's. With kBothHalves consumers read factors of both halves,
+// of which one may need second factors and the other not: these are then always there.
 template <pairs::Codes kCodes, Major kMajor, bool kBothHalves>
 class ScalesOfBlocks {
   static constexpr bool kAlong = kMajor == Major::k;

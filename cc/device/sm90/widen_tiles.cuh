@@ -56,17 +56,7 @@ __device__ inline void load_coded(const CodedWeights& w, int group, int boxes, i
 // 64. `Params`: those of the product.
 constexpr int kCodedBox = 64;
 template <bool kNibbles, Major kMajor, int kCols>
-struct CodedBoxes {
-  // Whether a block of k has codes; else it is one of a low-rank product.
-  template <class Params>
-  static __device__ bool from_codes(const Params& p, int block) {
-    return block * kBlockK < p.low.first;
-  }
-  // How many of so many blocks.
-  template <class Params>
-  static __device__ int coded_blocks(const Params& p, int blocks) {
-    return min(blocks, p.low.first / kBlockK);
-  }
+struct CodedBoxes : CodedBlocks {
   // Columns of a tile of which codes are loaded and widened, where so many are left.
   static __device__ int coded_cols(int left) {
     return left >= kCols ? kCols : (left + kCodedBox - 1) / kCodedBox * kCodedBox;
