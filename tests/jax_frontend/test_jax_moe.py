@@ -18,7 +18,7 @@ import jax_grouped
 from jax_grouped import MXFP8, NVFP4, FP8Delayed, SharedExpert, linen, nnx, route
 from jax_grouped._layer_options import CONSTRUCTORS
 from tests import asserts, bounds, cases
-from tests.conftest import FUSION_EMITTERS, quick_compilation
+from tests.conftest import quick_compilation
 from tests.jax_frontend.jax_tools import same
 
 T, E, K, H, F, S = 20, 8, 3, 12, 6, 10
@@ -67,13 +67,13 @@ def test_bits_do_not_depend_on_how_xla_optimises(name: str, recipe: Any) -> None
 
     def found(level: int) -> Any:
         flags: dict[str, Any] = {"xla_backend_optimization_level": level}
-        if FUSION_EMITTERS in quick:
-            flags[FUSION_EMITTERS] = level > 1
+        if emitters in quick:
+            flags[emitters] = level > 1
         run = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), compiler_options=flags)
         (_, y), gradients = run(p, x)
         return y, gradients
 
-    quick = quick_compilation()
+    quick, emitters = quick_compilation(), "xla_cpu_use_fusion_emitters"
     jax.tree.map(asserts.bitwise, found(3), found(0 if "level=0" in quick else 1))
 
 
