@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 Draw = Callable[[Mapping[str, Sequence[Any]], "Callable[..., bool] | None"], list[tuple[Any, ...]]]
 QUICK_OPTIONS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 """Options of XLA in jaxlib 0.10, which ends a process with an option that it does not know."""
+COLLECTED_AFTER = (50_000, 20, 50)
+"""Thresholds of Python's garbage collector: traces and graphs are a million living objects that it looks at in vain."""
 RANK_TESTS = ("test_torch_parallel.py", "test_torch_expert_parallel.py")
 """Files whose tests wait for programs of several ranks."""
 
@@ -88,6 +90,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*COLLECTED_AFTER)
         gc.enable()
         # For its log alone Dynamo measures how long the guards of each graph take when no cache of the processor holds
         # them; that costs 20 ms, mostly for memory that is written to empty these caches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from inspect import signature
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.jax_frontend.jax_tools import copies, optimised
 from tests.parity.adapters import to_torch
-from tests.parity.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, in_halves, present, problem
+from tests.parity.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, MlpFrontend, in_halves, present, problem
 from tests.torch_frontend.torch_tools import counted_launches, leaf, leaves, living, opcheck, saved_tensors
 from torch_bridge import exchange
 from torch_bridge.debug import _PLANS
@@ -125,18 +126,29 @@ def in_torch(operand: Any) -> Any:
     return found
 
 
-@pytest.mark.rule("ALL-4", "MLP-11", "MLP-12")
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("frontend", [JAX, TORCH], ids=str)
-def test_no_gradient_depends_on_which_others_are_asked_for(frontend, policy):
+def check_gradients_asked_for(frontend: MlpFrontend, policy: str, choices: Iterable[MlpNeeds]) -> None:
+    """Each gradient has the bits that it has where all are asked for."""
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), bias="float32")
     whole = ARRAYS.gradients(given, dy, MlpNeeds())
-    for needs in ALL_NEEDS:
+    for needs in choices:
         found = frontend.gradients(given, dy, needs, residuals=policy)
         for name, need, a, b in zip(LEAVES, needs, found, whole, strict=True):
             assert (a is not None) == need, f"gradient of {name} with {needs}"
             if need:
                 asserts.bitwise(a, b, f"gradient of {name} with {needs}")
+
+
+@pytest.mark.rule("ALL-4", "MLP-11", "MLP-12")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_gradient_depends_on_which_others_are_asked_for(policy):
+    check_gradients_asked_for(TORCH, policy, ALL_NEEDS)
+
+
+@pytest.mark.rule("ALL-4", "MLP-11", "MLP-12")
+@pytest.mark.matrix(policy=POLICIES, **dict.fromkeys(LEAVES, (False, True)))
+def test_no_gradient_in_jax_depends_on_which_others_are_asked_for(policy, x, wi, wo, probs, wi_bias, wo_bias):
+    """Each choice is a program of its own, so their matrix is drawn."""
+    check_gradients_asked_for(JAX, policy, [MlpNeeds(x, wi, wo, probs, wi_bias, wo_bias)])
 
 
 @pytest.mark.rule("ALL-4", "MLP-9", "MLP-11")
