@@ -17,9 +17,6 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the problems are made by tools that import it
-
-# What ranks would each import for themselves.
-
 MODULES = ("parallel_checks", "expert_parallel_checks")
 
 
