@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -884,9 +885,9 @@ def test_jax_under_shard_map(check_vma, halves):
     given = parts[0][0]
     form = in_halves(given) if halves else given
     weights = [jax.tree.map(jnp.asarray, form[name]) for name in ("wi", "wo", "wi_bias", "wo_bias")]
-    rows = [jnp.concatenate([part[0][name] * (1 + i) for i, part in enumerate(parts)]) for name in ("x", "probs")]
-    sizes = jnp.concatenate([jnp.asarray(part[0]["group_sizes"]) for part in parts])
-    dy = jnp.concatenate([part[1] for part in parts])
+    rows = [np.concatenate([part[0][name] * (1 + i) for i, part in enumerate(parts)]) for name in ("x", "probs")]
+    sizes = np.concatenate([part[0]["group_sizes"] for part in parts])
+    dy = np.concatenate([part[1] for part in parts])
 
     def local(sizes, x, probs, wi, wo, wi_bias, wo_bias):
         return jax_grouped.grouped_mlp(x, wi, wo, sizes, probs=probs, wi_bias=wi_bias, wo_bias=wo_bias)
@@ -894,19 +895,23 @@ def test_jax_under_shard_map(check_vma, halves):
     data, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     specs = (data, data, data, whole, whole, whole, whole)
     sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=data, check_vma=check_vma)
-    z, pull_sharded = jax.vjp(lambda *values: sharded(sizes, *values), *rows, *weights)
-    found = pull_sharded(dy)
+
+    def passes(layer, sizes, dy, *values):
+        y, pull = jax.vjp(partial(layer, sizes), *values)
+        return y, pull(dy)
+
+    z, found = jax.jit(partial(passes, sharded))(sizes, dy, *rows, *weights)
+    alone = jax.jit(partial(passes, local))
 
     m, g = given["x"].shape[0], len(given["group_sizes"])
     terms: list[Any] = []
     for i in range(shards):
         some = slice(m * i, m * (i + 1))
         of = sizes[g * i : g * (i + 1)]
-        y, pull = jax.vjp(lambda *values, of=of: local(of, *values), *(each[some] for each in rows), *weights)
-        asserts.bitwise(z[some], y, "y")
-        dx, dp, *rest = pull(dy[some])
-        asserts.bitwise(found[0][some], dx, "dx")
-        asserts.bitwise(found[1][some], dp, "dp")
+        y, (dx, dp, *rest) = alone(of, dy[some], *(each[some] for each in rows), *weights)
+        asserts.bitwise(np.asarray(z)[some], y, "y")
+        asserts.bitwise(np.asarray(found[0])[some], dx, "dx")
+        asserts.bitwise(np.asarray(found[1])[some], dp, "dp")
         terms.append([np.asarray(each, np.float64) for each in jax.tree.leaves(rest)])
     for at, (a, *each) in enumerate(zip(jax.tree.leaves(found[2:]), *terms, strict=True)):
         error = shards * bounds.F32_HALF_ULP * np.sum(np.abs(each), axis=0)
