@@ -9,6 +9,7 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+os.environ.pop("GROUPED_DEBUG", None)  # of whoever runs the tests: it adds checks
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes of xdist and PyTorch share a GPU
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores already: threads of PyTorch and NumPy would wait for each other in loops. Kernels of this
@@ -93,7 +94,8 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.set_threshold(*COLLECTED_AFTER)
         gc.enable()
         # For its log alone Dynamo measures how long the guards of each graph take when no cache of the processor holds
-        # them; that costs 20 ms, mostly for memory that is written to empty these caches.
+        # them; that costs 20 ms per graph, mostly for memory that is written to empty these caches, and no setting of
+        # Dynamo turns it off. test_torch_recipes_compile.py alone has 240 graphs.
         if hasattr(guards := sys.modules.get("torch._dynamo.guards"), "profile_guard_manager"):
             setattr(guards, "profile_guard_manager", lambda *_: 0.0)  # noqa: B010
 
@@ -202,12 +204,6 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Says which tests are left out, and why."""
     reasons = (("GPU", _gpu_missing()), ("slow", _slow(config)))
     return [f"{kind} tests are left out: {reason}" for kind, reason in reasons if reason]
-
-
-@pytest.fixture(autouse=True)
-def _no_debug_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GROUPED_DEBUG of whoever runs the tests must not add checks to them."""
-    monkeypatch.delenv("GROUPED_DEBUG", raising=False)
 
 
 @pytest.fixture
