@@ -65,7 +65,7 @@ def _spread(scales: Any, blocks: Sequence[int], shape: Sequence[int]) -> NDArray
     """The scale of each element of an array of `shape`; `blocks` are elements that share one, by axis."""
     spread = _decoded(scales)
     for axis, (block, length) in enumerate(zip(blocks, shape, strict=True)):
-        spread = np.repeat(spread, block, axis).take(range(length), axis)
+        spread = np.repeat(spread, block, axis)[(slice(None),) * axis + (slice(length),)]
     return spread
 
 

@@ -5,10 +5,11 @@ Letters: G groups, M rows of the buffer, S rows that belong to groups, K in, N o
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -243,10 +244,33 @@ def unaligned(array: NDArray[Any]) -> NDArray[Any]:
 # Option matrices.
 
 
+def _places(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None) -> NDArray[np.intp]:
+    """Places of the values in every combination that `valid` accepts, in the product's order: [rows, options].
+
+    `valid` is asked for each combination of the options that it names, which are few, not for each row.
+    """
+    lengths = [len(values) for values in options.values()]
+    named = frozenset(options if valid is None else inspect.signature(valid).parameters) & frozenset(options)
+    asked = {name: values for name, values in options.items() if name in named}
+    accepted: NDArray[np.bool_] = np.ones(lengths, bool)
+    if valid is not None:
+        found = [valid(**dict(zip(asked, row, strict=True))) for row in itertools.product(*asked.values())]
+        lengths_asked = [len(values) if name in asked else 1 for name, values in options.items()]
+        accepted = np.broadcast_to(np.array(found, bool).reshape(lengths_asked), lengths)
+    return np.argwhere(accepted)
+
+
+def _row_at(options: Mapping[str, Sequence[Any]], places: Iterable[int]) -> tuple[Any, ...]:
+    return tuple(values[at] for values, at in zip(options.values(), places, strict=True))
+
+
 def product(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None = None) -> list[tuple[Any, ...]]:
-    """Every combination of the options' values that `valid` accepts, in the options' order."""
-    rows = itertools.product(*options.values())
-    return [row for row in rows if valid is None or valid(**dict(zip(options, row, strict=True)))]
+    """Every combination of the options' values that `valid` accepts, in the options' order.
+
+    Args:
+        valid: takes the options that it depends on by name; further ones that it may take as `**_` are not passed.
+    """
+    return [_row_at(options, places) for places in _places(options, valid)]
 
 
 def drawn(
@@ -262,17 +286,16 @@ def pairwise(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | 
 
     Greedy: the next row is the one with the most pairs not seen yet, the first of these in the product's order.
     """
-    rows = product(options, valid)
-    if len(options) < 2 or not rows:
-        return rows
-    places = [{id(value): i for i, value in enumerate(values)} for values in options.values()]
-    at = np.array([[place[id(value)] for place, value in zip(places, row, strict=True)] for row in rows], np.int32)
-    pairs = [at[:, i] * len(places[j]) + at[:, j] for i, j in itertools.combinations(range(len(places)), 2)]
-    gains = np.full(len(rows), len(pairs), np.int32)  # pairs of each row that no chosen row holds
+    at = _places(options, valid).astype(np.int32)
+    if len(options) < 2 or not len(at):
+        return [_row_at(options, places) for places in at]
+    lengths = [len(values) for values in options.values()]
+    pairs = [at[:, i] * lengths[j] + at[:, j] for i, j in itertools.combinations(range(len(lengths)), 2)]
+    gains = np.full(len(at), len(pairs), np.int32)  # pairs of each row that no chosen row holds
     seen: list[set[int]] = [set() for _ in pairs]
     chosen = []
     while gains[best := int(gains.argmax())]:
-        chosen.append(rows[best])
+        chosen.append(_row_at(options, at[best]))
         for codes, before in zip(pairs, seen, strict=True):
             if (code := int(codes[best])) not in before:
                 before.add(code)

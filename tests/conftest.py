@@ -9,6 +9,7 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+os.environ.pop("GROUPED_DEBUG", None)  # of whoever runs the tests: it adds checks
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes of xdist and PyTorch share a GPU
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores already: threads of PyTorch and NumPy would wait for each other in loops. Kernels of this
@@ -19,10 +20,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import ctypes
 import gc
 import inspect
+import logging
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,10 @@ from tests import cases
 
 ROOT = Path(__file__).resolve().parent.parent
 Draw = Callable[[Mapping[str, Sequence[Any]], "Callable[..., bool] | None"], list[tuple[Any, ...]]]
-FUSION_EMITTERS = "xla_cpu_use_fusion_emitters"
-"""An option of XLA in jaxlib 0.10, which ends a process with an option that it does not know."""
+QUICK_OPTIONS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+"""Options of XLA in jaxlib 0.10, which ends a process with an option that it does not know."""
+COLLECTED_AFTER = (50_000, 20, 50)
+"""Thresholds of Python's garbage collector: traces and graphs are a million living objects that it looks at in vain."""
 RANK_TESTS = ("test_torch_parallel.py", "test_torch_expert_parallel.py")
 """Files whose tests wait for programs of several ranks."""
 
@@ -47,11 +51,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def quick_compilation() -> str:
-    """Options of XLA, except with --full: MLIR and LLVM do as little as they can; programs for a GPU keep level 1."""
+    """Options of XLA, except with --full: MLIR and LLVM do as little as they can; programs for a GPU keep level 1.
+
+    A program for the CPU is one LLVM module instead of up to 32 small ones.
+    """
     if _gpu_missing() is None:
         return "--xla_backend_optimization_level=1"
-    emitters = f" --{FUSION_EMITTERS}=false" if version("jaxlib").startswith("0.10.") else ""
-    return f"--xla_backend_optimization_level=0{emitters}"
+    options = f" {QUICK_OPTIONS}" if version("jaxlib").startswith("0.10.") else ""
+    return f"--xla_backend_optimization_level=0{options}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,9 +91,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*COLLECTED_AFTER)
         gc.enable()
         # For its log alone Dynamo measures how long the guards of each graph take when no cache of the processor holds
-        # them; that costs 20 ms, mostly for memory that is written to empty these caches.
+        # them; that costs 20 ms per graph, mostly for memory that is written to empty these caches, and no setting of
+        # Dynamo turns it off. test_torch_recipes_compile.py alone has 240 graphs.
         if hasattr(guards := sys.modules.get("torch._dynamo.guards"), "profile_guard_manager"):
             setattr(guards, "profile_guard_manager", lambda *_: 0.0)  # noqa: B010
 
@@ -99,10 +108,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         draw = cases.product if metafunc.config.getoption("--full") else cases.pairwise
         if (seed := metafunc.config.getoption("--random")) is not None:
             draw = partial(cases.drawn, f"{seed} {metafunc.function.__name__}")
+        names = sorted(options, key="kernel".__eq__)  # last, as in the rows
+        if _gpu_missing() and _for_gpu_alone(metafunc.definition, options):
+            # Nothing is drawn for a GPU that is not there: one test stands for all rows, and its mark deselects it.
+            metafunc.parametrize(",".join(names), [pytest.param(*[None] * len(names), marks=pytest.mark.gpu, id="gpu")])
+            continue
+        if _gpu_missing() and "kernel" in options:
+            options["kernel"] = [kernel for kernel in options["kernel"] if not _needs_gpu(kernel)]
         rows = matrix_rows(draw, options, valid)
         assert rows, f"the matrix of {metafunc.function.__name__} is empty"
-        names = sorted(options, key="kernel".__eq__)  # last, as in the rows
         metafunc.parametrize(",".join(names), rows)
+
+
+def _needs_gpu(value: object) -> bool:
+    """Whether a value of an option is a parameter with the mark `gpu`."""
+    return any(mark.name == "gpu" for mark in getattr(value, "marks", ()))
+
+
+def _for_gpu_alone(test: pytest.Item, options: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether no row of a matrix can run without a GPU."""
+    kernels = options.get("kernel", ())
+    return test.get_closest_marker("gpu") is not None or (len(kernels) > 0 and all(map(_needs_gpu, kernels)))
 
 
 def matrix_rows(draw: Draw, options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None) -> list[Any]:
@@ -115,13 +141,12 @@ def matrix_rows(draw: Draw, options: Mapping[str, Sequence[Any]], valid: Callabl
         return [_param(options, row) for row in draw(options, valid)]
     others = {name: values for name, values in options.items() if name != "kernel"}
     told = valid is not None and "kernel" in inspect.signature(valid).parameters
-    fits = valid if valid is None or told else lambda kernel, **values: valid(**values)
     marked = [kernel for kernel in options["kernel"] if not isinstance(kernel, str)]
     shared = {**others, "kernel": [kernel for kernel in options["kernel"] if isinstance(kernel, str)]}
-    rows = [_param(shared, row) for row in draw(shared, fits)]
+    rows = [_param(shared, row) for row in draw(shared, valid)]
     alone = draw(others, valid) if marked and not told else []
     for kernel in marked:
-        own = draw({**others, "kernel": kernel.values}, fits) if told else [(*row, *kernel.values) for row in alone]
+        own = draw({**others, "kernel": kernel.values}, valid) if told else [(*row, *kernel.values) for row in alone]
         rows += [_param(shared, row, kernel.marks) for row in own]
     return rows
 
@@ -147,6 +172,7 @@ def _label(name: str, value: object) -> str:
     )
 
 
+@cache
 def _gpu_missing() -> str | None:
     """Why there is no GPU to test on, asked of the driver itself."""
     try:
@@ -180,10 +206,19 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"{kind} tests are left out: {reason}" for kind, reason in reasons if reason]
 
 
-@pytest.fixture(autouse=True)
-def _no_debug_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GROUPED_DEBUG of whoever runs the tests must not add checks to them."""
-    monkeypatch.delenv("GROUPED_DEBUG", raising=False)
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The messages that the library logs from now on."""
+    messages: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("grouped_core"), Kept(logging.WARNING)
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grouped_core import rounding
 from grouped_core.calls import spec_in_format
 from grouped_core.formats import Format, QTensor
 from grouped_core.reference import group_ends, segment_sizes
@@ -22,11 +21,12 @@ _NAN = 0xFF  # as a code of any 8-bit type, and as bytes of float32
 
 
 def _codes(rng: np.random.Generator, format: Format, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Of whole arrays, the last axis counting elements; two codes a byte where the type has four bits."""
+    """Bytes of a whole array: any two codes where the type has four bits, else any finite one."""
+    codes = rng.integers(0, 256, shape, np.uint8)
     if format.values == "uint8":
-        return rounding.pack(rng.integers(0, 16, shape).astype(np.uint8))
-    codes = rng.integers(0, _MAGNITUDES[format.values], shape) + 128 * rng.integers(0, 2, shape)
-    return codes.astype(np.uint8).view(cases.numpy_dtype(format.values))
+        return codes
+    codes[(codes & 0x7F) >= _MAGNITUDES[format.values]] ^= 0x40
+    return codes.view(cases.numpy_dtype(format.values))
 
 
 def _scales(rng: np.random.Generator, dtype: str, largest: float, shape: tuple[int, ...]) -> NDArray[Any]:
@@ -54,8 +54,7 @@ def drawn(
     rng = cases._seed("stored", format.name, shape, axis, *seed)
     spec = spec_in_format(format, shape, axis, dtype, len(group_sizes))
     largest = _LARGEST[format.values]
-    doubled = (*spec.values.shape[:-1], spec.values.shape[-1] * (2 if format.values == "uint8" else 1))
-    values = _codes(rng, format, doubled)
+    values = _codes(rng, format, spec.values.shape)
     depth = shape[axis]
     if format.values == "uint8" and axis != 0 and depth % 2:
         values[..., -1] &= 0xF  # the code behind the last is 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,19 @@ def test_pairwise_holds_every_pair_and_less_than_the_product():
     for i, j in itertools.combinations(range(len(OPTIONS)), 2):
         wanted = {(row[i], row[j]) for row in cases.product(OPTIONS, valid)}
         assert {(row[i], row[j]) for row in rows} == wanted
+
+
+@pytest.mark.parametrize("draw", [cases.product, cases.pairwise])
+def test_a_condition_may_name_some_of_the_options(draw):
+    asked = []
+
+    def of_two(d, b, **_):
+        asked.append((b, d))
+        return not (b and d)
+
+    assert draw(OPTIONS, of_two) == draw(OPTIONS, lambda a, b, c, d: not (b and d))
+    assert sorted(asked, key=str) == sorted(itertools.product(OPTIONS["b"], OPTIONS["d"]), key=str)
+    assert draw(OPTIONS, lambda **_: False) == []
 
 
 def test_pairwise_is_the_same_each_time():
@@ -152,6 +166,35 @@ class TestAssertions:
 @pytest.mark.matrix(a=(1, 2, 3), b=(False, True), c=("x", "y"), valid=lambda a, b, c: a < 3 or not b)
 def test_matrix_mark_draws_valid_rows(a, b, c):
     assert a < 3 or not b
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("missing", ["no driver", None])
+def test_nothing_is_drawn_for_a_gpu_that_is_not_there(monkeypatch, missing, marked):
+    monkeypatch.setattr(conftest, "_gpu_missing", lambda: missing)
+    on_gpu, asked = pytest.param("one_cuda", marks=pytest.mark.gpu), []
+
+    def drawn(*kernels):
+        mark = pytest.mark.matrix(kernel=kernels, a=(1, 2), valid=lambda a, **_: not asked.append(a)).mark
+        found = []
+        test = SimpleNamespace(
+            definition=SimpleNamespace(iter_markers=lambda _: [mark], get_closest_marker=lambda _: marked or None),
+            config=SimpleNamespace(getoption=lambda name: None),
+            function=drawn,
+            parametrize=lambda names, rows: found.append((names, rows)),
+        )
+        conftest.pytest_generate_tests(test)
+        ((names, rows),) = found
+        assert names == "a,kernel"
+        return [(row.values, [each.name for each in row.marks]) for row in rows]
+
+    on_cpu = [((a, "one_cpu"), []) for a in (1, 2)]
+    every = [*on_cpu, *(((a, "one_cuda"), ["gpu"]) for a in (1, 2))]
+    deselected = [((None, None), ["gpu"])]
+    assert drawn("one_cpu", on_gpu) == (every if missing is None else deselected if marked else on_cpu)
+    asked.clear()
+    assert drawn(on_gpu) == (every[2:] if missing is None else deselected)
+    assert bool(asked) == (missing is None)
 
 
 def test_kernels_are_an_option_and_each_kernel_for_a_gpu_meets_every_pair():

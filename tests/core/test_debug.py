@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -108,10 +106,9 @@ class TestVariable:
         with asserts.refused(ValueError, ["GROUPED_DEBUG:", "fast", "sizes, poison, sync", "correct or unset"]):
             debug.debug_flags()
 
-    def test_checks_are_logged_once(self, monkeypatch, caplog):
+    def test_checks_are_logged_once(self, monkeypatch, logged):
         debug._parse_flags.cache_clear()
         monkeypatch.setenv("GROUPED_DEBUG", "sizes,poison")
-        with caplog.at_level(logging.WARNING, "grouped_core"):
-            debug.debug_flags()
-            debug.debug_flags()
-        assert [record.getMessage() for record in caplog.records] == ["GROUPED_DEBUG adds the checks: poison, sizes"]
+        debug.debug_flags()
+        debug.debug_flags()
+        assert logged == ["GROUPED_DEBUG adds the checks: poison, sizes"]

@@ -85,7 +85,7 @@ def test_the_commands_of_the_plot_run(tmp_path: Path) -> None:
         r"^python ((?:benchmarks/bench|-m benchmarks)(?:.*\\\n)*.*)$", (ROOT / "README.md").read_text(), re.MULTILINE
     )
     assert len(commands) == 2
-    small = ("--device", "cpu", "--tiny", "--budget", "0.1")
+    small = ("--device", "cpu", "--tiny", "--budget", "0.02")
     for command, options in zip(commands, (small, ()), strict=True):
         words = shlex.split(command.replace("\\\n", " "))
         words = [str(tmp_path / each) if each in ("olmoe.json", "olmoe_step.png") else each for each in words]

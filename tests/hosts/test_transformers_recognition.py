@@ -290,16 +290,6 @@ def test_flags_of_a_later_release_are_refused(transformers: Any, monkeypatch: py
 # ---- registration
 
 
-def test_importing_changes_nothing(python: Any) -> None:
-    program = """
-import sys, torch_bridge
-assert "transformers" not in sys.modules and "torch_bridge.integrations" not in sys.modules
-import torch_bridge.integrations.transformers
-assert "transformers" not in sys.modules
-"""
-    python(program)
-
-
 @pytest.mark.rule("HST-3")
 def test_the_last_call_wins_and_undo_gives_back(transformers: Any) -> None:
     table = transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS

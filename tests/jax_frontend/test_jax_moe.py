@@ -18,7 +18,7 @@ import jax_grouped
 from jax_grouped import MXFP8, NVFP4, FP8Delayed, SharedExpert, linen, nnx, route
 from jax_grouped._layer_options import CONSTRUCTORS
 from tests import asserts, bounds, cases
-from tests.conftest import FUSION_EMITTERS, quick_compilation
+from tests.conftest import quick_compilation
 from tests.jax_frontend.jax_tools import same
 
 T, E, K, H, F, S = 20, 8, 3, 12, 6, 10
@@ -67,13 +67,13 @@ def test_bits_do_not_depend_on_how_xla_optimises(name: str, recipe: Any) -> None
 
     def found(level: int) -> Any:
         flags: dict[str, Any] = {"xla_backend_optimization_level": level}
-        if FUSION_EMITTERS in quick:
-            flags[FUSION_EMITTERS] = level > 1
+        if emitters in quick:
+            flags[emitters] = level > 1
         run = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), compiler_options=flags)
         (_, y), gradients = run(p, x)
         return y, gradients
 
-    quick = quick_compilation()
+    quick, emitters = quick_compilation(), "xla_cpu_use_fusion_emitters"
     jax.tree.map(asserts.bitwise, found(3), found(0 if "level=0" in quick else 1))
 
 
@@ -139,7 +139,8 @@ def test_the_layer_against_a_dense_one_hot_sum(name: str) -> None:
             y, aux, z = dense(p, x, experts, options)
             return (y * np.asarray(dy, np.float64)).sum() + aux + z, (y, aux, z)
 
-        (_, (expected_y, *losses)), expected = jax.value_and_grad(of_dense, argnums=(0, 1), has_aux=True)(*wide)
+        of_dense = jax.jit(jax.value_and_grad(of_dense, argnums=(0, 1), has_aux=True))
+        (_, (expected_y, *losses)), expected = of_dense(*wide)
     pairs = {"y": (y, expected_y), "aux": (aux.aux_loss, losses[0]), "z": (aux.z_loss, losses[1])}
     pairs |= {f"d_{each}": (found[0][each], expected[0][each]) for each in p} | {"dx": (found[1], expected[1])}
     for what, (a, e) in pairs.items():

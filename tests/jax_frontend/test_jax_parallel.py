@@ -423,9 +423,12 @@ def test_recipes(recipe: Any, transport: str) -> None:
 
 
 @pytest.mark.rule("LYR-17", "LYR-9")
-@pytest.mark.parametrize("recipe", [FP8Block, MXFP8], ids=lambda recipe: recipe.name)
 @pytest.mark.matrix(
-    transport=TRANSPORTS[:2], check_vma=(True, False), residuals=("save_fc1", "save_input"), far=(False, True)
+    recipe=(FP8Block, MXFP8),
+    transport=TRANSPORTS[:2],
+    check_vma=(True, False),
+    residuals=("save_fc1", "save_input"),
+    far=(False, True),
 )
 def test_codes_travel(recipe: Any, transport: str, check_vma: bool, residuals: str, far: bool) -> None:
     """The same bits as one device, and no row of tokens travels to the experts. The gradient of wi reads the values of

@@ -103,7 +103,7 @@ def test_tokens_against_a_dense_one_hot_sum(kind: str) -> None:
     y, pull = jax.vjp(jax.jit(lambda a: call(a, experts)), a)
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(each), jnp.float64) for name, each in a.items()}
-        expected, of_dense = jax.vjp(lambda a: dense(a, experts), wide)
+        expected, of_dense = jax.vjp(jax.jit(lambda a: dense(a, experts)), wide)
         (gradients,) = of_dense(jnp.asarray(np.asarray(dy), jnp.float64))
     relative(y, expected, "y")
     for name, found in pull(dy)[0].items():

@@ -307,10 +307,10 @@ def plain_kernel(fused: str) -> str:
 PRODUCTS = [case for case in cases.select("small") if case.k <= 40]
 
 
-def fits_halves(kind: str, interleave: int | None, halves: bool, case: cases.Case, **others: Any) -> bool:
+def fits_halves(kind: str, interleave: int | None, halves: bool, case: cases.Case, **_: Any) -> bool:
     in_two = kind in GATED_KINDS and interleave is None
     one_kernel = case.n % 8 == 0 or 2 * case.n % 8 != 0  # else the whole weight may be that of a faster one
-    return (not halves or (in_two and one_kernel)) and fits(kind=kind, interleave=interleave, case=case, **others)
+    return (not halves or (in_two and one_kernel)) and fits(kind=kind, interleave=interleave, case=case)
 
 
 @pytest.mark.rule("MAT-3", "MLP-1", "MLP-2", "GRP-4", "GRP-6")

@@ -126,10 +126,18 @@ def test_rows_of_whole_vectors(kernel, format, case, width, dtype, forms):
 
 @pytest.mark.rule("GRP-4", "GRP-12")
 @pytest.mark.matrix(
-    kernel=kernels("quantize"), format=FOR_ROWS, groups=("groups_1025", "groups_4096"), dtype=cases.DTYPES, forms=FORMS
+    kernel=kernels("quantize"),
+    format=FOR_ROWS,
+    groups=("groups_1025", "groups_4096"),
+    dtype=cases.DTYPES,
+    forms=FORMS,
+    valid=lambda kernel, groups, **_: groups == "groups_1025" or "_cpu_" not in kernel,
 )
 def test_rows_of_many_groups(kernel, format, groups, dtype, forms):
-    """Sizes are scanned 1024 at a time; tables of all groups lie in shared memory, beside the tiles."""
+    """Sizes are scanned 1024 at a time; tables of all groups lie in shared memory, beside the tiles.
+
+    Kernels for the CPU scan nothing: one of them has the larger number.
+    """
     x, sizes = rows_of(dataclasses.replace(cases.named(groups), k=16), dtype)
     quantize(Native(kernel), x, format, forms, sizes, key=KEY)
 

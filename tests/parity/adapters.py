@@ -44,6 +44,8 @@ class Frontend:
         absent: options that it does not have.
         forward: (operands, **options) -> y.
         gradients: (operands, dy, needs, **options) -> gradients; None where not needed.
+        passes: (operands, dy, needs, alone, **options) -> (y, gradients). JAX runs both passes as one program; with
+            `alone`, and where no gradients are needed, y is that of a forward pass that launches each call for itself.
         call: (arrays and options under this frontend's own names) -> y, whatever they are; for bad calls.
         array: NumPy -> its kind of array.
     """
@@ -53,11 +55,21 @@ class Frontend:
     absent: frozenset[str]
     forward: Callable[..., NDArray[Any]]
     gradients: Callable[..., Gradients]
+    passes: Callable[..., tuple[NDArray[Any], Gradients]]
     call: Callable[..., Any]
     array: Callable[[NDArray[Any]], Any]
 
     def __str__(self) -> str:
         return self.name
+
+
+def apart(forward: Callable[..., Any], gradients: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """`passes` of a frontend that launches every call for itself."""
+
+    def run(operands: Any, dy: Any, needs: Any, alone: bool, **options: Any) -> tuple[Any, Any]:
+        return forward(operands, **options), gradients(operands, dy, needs, **options)
+
+    return run
 
 
 def _numpy(gradients: list[Any]) -> Gradients:
@@ -94,8 +106,10 @@ def _jax_forward(operands: Operands, **options: Any) -> NDArray[Any]:
     return np.asarray(_jax_call(x, w, operands["group_sizes"], bias=bias, row_scale=row_scale, **options))
 
 
-def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: Needs, **options: Any) -> Gradients:
-    """Forward and backward in one program; `_jax_forward` launches every call for itself."""
+def _jax_passes(
+    operands: Operands, dy: NDArray[Any], needs: Needs, alone: bool, **options: Any
+) -> tuple[NDArray[Any], Gradients]:
+    """Forward and backward in one program, where there is a backward; `_jax_forward` launches every call for itself."""
     held = _jax_operands(operands)
     live = [i for i, need in enumerate(needs) if need]
 
@@ -106,12 +120,23 @@ def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: Needs, **options
         x, w, bias, row_scale = given
         return _jax_call(x, w, operands["group_sizes"], bias=bias, row_scale=row_scale, **options)
 
+    def run(dy: Any, *some: Any) -> tuple[Any, Any]:
+        y, pull = jax.vjp(function, *some)
+        return y, pull(dy)
+
     found: list[Any] = [None] * len(held)
+    y = _jax_forward(operands, **options) if alone or not live else None
     if live:
-        run = jax.jit(lambda dy, *some: jax.vjp(function, *some)[1](dy))
-        for i, gradient in zip(live, run(jnp.asarray(dy), *(held[i] for i in live)), strict=True):
+        ours, gradients = jax.jit(run)(jnp.asarray(dy), *(held[i] for i in live))
+        y = np.asarray(ours) if y is None else y
+        for i, gradient in zip(live, gradients, strict=True):
             found[i] = gradient
-    return _numpy(found)
+    assert y is not None
+    return y, _numpy(found)
+
+
+def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: Needs, **options: Any) -> Gradients:
+    return _jax_passes(operands, dy, needs, not any(needs), **options)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,16 +190,20 @@ ARRAYS = Frontend(
     frozenset(),
     _arrays_forward,
     _arrays_gradients,
+    apart(_arrays_forward, _arrays_gradients),
     arrays.grouped_linear,
     lambda array: array,
 )
-JAX = Frontend("jax", Names("lhs", "rhs"), frozenset(), _jax_forward, _jax_gradients, _jax_call, jnp.asarray)
+JAX = Frontend(
+    "jax", Names("lhs", "rhs"), frozenset(), _jax_forward, _jax_gradients, _jax_passes, _jax_call, jnp.asarray
+)
 TORCH = Frontend(
     "torch",
     Names("x", "weight"),
     frozenset({"result_dtype"}),
     _torch_forward,
     _torch_gradients,
+    apart(_torch_forward, _torch_gradients),
     _torch_call,
     to_torch,
 )

@@ -19,7 +19,7 @@ from grouped_core.mlp import MlpGradients
 from grouped_core.mlp_spec import MlpNeeds
 from tests import cases
 from tests.asserts import as_numpy
-from tests.parity.adapters import bound_to, to_torch
+from tests.parity.adapters import apart, bound_to, to_torch
 
 Operands = dict[str, Any]
 """x, wi, wo, probs, wi_bias, wo_bias (the latter three may be None) and group_sizes, in NumPy."""
@@ -81,12 +81,14 @@ def present(operands: Operands, needs: MlpNeeds | None = None) -> MlpNeeds:
 class MlpFrontend:
     """One way to the MLP: forward(operands, **options) -> y, gradients(operands, dy, needs, **options) -> gradients.
 
-    `wi` may be a pair; its gradient, which then is one, comes joined.
+    `passes` gives both, as that of `adapters.Frontend` does. `wi` may be a pair; its gradient, which then is one, comes
+    joined.
     """
 
     name: str
     forward: Callable[..., NDArray[Any]]
     gradients: Callable[..., MlpGradients]
+    passes: Callable[..., tuple[NDArray[Any], MlpGradients]]
 
     def __str__(self) -> str:
         return self.name
@@ -132,8 +134,10 @@ def _jax_forward(operands: Operands, **options: Any) -> NDArray[Any]:
     return np.asarray(_jax(_held(operands, jnp.asarray), operands, options))
 
 
-def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **options: Any) -> MlpGradients:
-    """Forward and backward in one program; `_jax_forward` launches every call for itself."""
+def _jax_passes(
+    operands: Operands, dy: NDArray[Any], needs: MlpNeeds, alone: bool, **options: Any
+) -> tuple[NDArray[Any], MlpGradients]:
+    """Forward and backward in one program, where there is a backward; `_jax_forward` launches every call for itself."""
     held = _held(operands, jnp.asarray)
     live = [at for at, need in enumerate(needs) if need]
 
@@ -143,12 +147,23 @@ def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **opti
             values[at] = value
         return _jax(values, operands, options)
 
+    def run(dy: Any, *some: Any) -> tuple[Any, Any]:
+        y, pull = jax.vjp(function, *some)
+        return y, pull(dy)
+
     found: list[Any] = [None] * len(held)
+    y = _jax_forward(operands, **options) if alone or not live else None
     if live:
-        run = jax.jit(lambda dy, *some: jax.vjp(function, *some)[1](dy))
-        for at, gradient in zip(live, run(jnp.asarray(dy), *(held[at] for at in live)), strict=True):
+        ours, gradients = jax.jit(run)(jnp.asarray(dy), *(held[at] for at in live))
+        y = np.asarray(ours) if y is None else y
+        for at, gradient in zip(live, gradients, strict=True):
             found[at] = gradient
-    return _numpy(found, options)
+    assert y is not None
+    return y, _numpy(found, options)
+
+
+def _jax_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **options: Any) -> MlpGradients:
+    return _jax_passes(operands, dy, needs, not any(needs), **options)[1]
 
 
 def _torch(values: list[Any], operands: Operands, options: dict[str, Any]) -> Any:
@@ -177,6 +192,6 @@ def _torch_gradients(operands: Operands, dy: NDArray[Any], needs: MlpNeeds, **op
     return _numpy(found, options)
 
 
-ARRAYS = MlpFrontend("arrays", _arrays_forward, _arrays_gradients)
-JAX = MlpFrontend("jax", _jax_forward, _jax_gradients)
-TORCH = MlpFrontend("torch", _torch_forward, _torch_gradients)
+ARRAYS = MlpFrontend("arrays", _arrays_forward, _arrays_gradients, apart(_arrays_forward, _arrays_gradients))
+JAX = MlpFrontend("jax", _jax_forward, _jax_gradients, _jax_passes)
+TORCH = MlpFrontend("torch", _torch_forward, _torch_gradients, apart(_torch_forward, _torch_gradients))

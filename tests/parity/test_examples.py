@@ -142,17 +142,18 @@ def test_a_checkpoint_holds_the_keys_of_stochastic_rounding(
 ) -> None:
     options = ("--text", text, "--prompt", "ab", *SMALL, "--recipe", "NVFP4", "--no-compare", "--output", tmp_path)
     options = (*options, "--checkpoint", tmp_path / "saved")
+    notes = tmp_path / "saved" / "6" / "notes" / "metadata"
+    monkeypatch.setattr(sys.modules[SCRIPT.stem], "finish", lambda *_: None)  # the losses are in the checkpoint
     status, _, said = train_here(*options)
     assert status == 0, said
+    whole = json.loads(notes.read_text())
+    assert whole["settings"]["recipe"] == "NVFP4"
+    assert len(whole["losses"]) == 6
     shutil.rmtree(tmp_path / "saved" / "6")
-    monkeypatch.setattr(sys.modules[SCRIPT.stem], "finish", lambda *_: None)  # its losses are in the checkpoint
     status, _, said = train_here(*options, "--resume")
     assert status == 0, said
-    whole = summary(tmp_path)
-    assert whole["settings"]["recipe"] == "NVFP4"
     assert "3/6 [00:00<?" in said, f"it was not resumed behind step 3:\n{said}"
-    resumed = json.loads((tmp_path / "saved" / "6" / "notes" / "metadata").read_text())
-    assert resumed["losses"] == whole["losses"]
+    assert json.loads(notes.read_text())["losses"] == whole["losses"]
 
 
 def test_ctrl_c_saves_and_leaves(text: Path, tmp_path: Path) -> None:

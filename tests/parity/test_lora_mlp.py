@@ -71,8 +71,9 @@ def test_both_frontends_give_the_same_bits(dtype, base, transposed, policy, drop
     tokens, dy = of_tokens(given, dy, TOKENS)
     first = by_jax(tokens, dy, needs, **options)
     same(by_torch(tokens, dy, needs, **options), first, "torch with tokens")
-    for name, run in (("torch", by_torch), ("jax", by_jax)):
-        same(run(tokens, dy, needs, **options, by_rows=True), first, f"permuted rows of {name}")
+    same(by_torch(tokens, dy, needs, **options, by_rows=True), first, "permuted rows of torch")
+    if policy == POLICIES[0]:  # each call is a program of its own, so one value of each pair of options will do
+        same(by_jax(tokens, dy, needs, **options, by_rows=True), first, "permuted rows of jax")
 
 
 @pytest.mark.rule("LOR-1", "MLP-10")

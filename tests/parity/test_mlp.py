@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -23,7 +25,7 @@ from jax_grouped import accumulate
 from tests import asserts, bounds, cases
 from tests.jax_frontend.jax_tools import copies, optimised
 from tests.parity.adapters import to_torch
-from tests.parity.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, in_halves, present, problem
+from tests.parity.mlp_adapters import ARRAYS, JAX, LEAVES, TORCH, MlpFrontend, in_halves, present, problem
 from tests.torch_frontend.torch_tools import counted_launches, leaf, leaves, living, opcheck, saved_tensors
 from torch_bridge import exchange
 from torch_bridge.debug import _PLANS
@@ -66,8 +68,8 @@ def test_frontends_agree_bitwise_and_lie_within_the_bounds(
     gradients = ARRAYS.gradients(given, dy, needs, **options)
     form = in_halves(given, transposed) if halves else given
     for frontend in (ARRAYS, JAX, TORCH):
-        asserts.bitwise(frontend.forward(form, residuals=policy, **options), y, f"y of {frontend}")
-        found = frontend.gradients(form, dy, needs, residuals=policy, **options)
+        y_found, found = frontend.passes(form, dy, needs, policy == POLICIES[0], residuals=policy, **options)
+        asserts.bitwise(y_found, y, f"y of {frontend}")
         for name, need, a, b in zip(LEAVES, needs, found, gradients, strict=True):
             assert (a is not None) == need, f"gradient of {name} from {frontend}"
             if need:
@@ -125,18 +127,29 @@ def in_torch(operand: Any) -> Any:
     return found
 
 
-@pytest.mark.rule("ALL-4", "MLP-11", "MLP-12")
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("frontend", [JAX, TORCH], ids=str)
-def test_no_gradient_depends_on_which_others_are_asked_for(frontend, policy):
+def check_gradients_asked_for(frontend: MlpFrontend, policy: str, choices: Iterable[MlpNeeds]) -> None:
+    """Each gradient has the bits that it has where all are asked for."""
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), bias="float32")
     whole = ARRAYS.gradients(given, dy, MlpNeeds())
-    for needs in ALL_NEEDS:
+    for needs in choices:
         found = frontend.gradients(given, dy, needs, residuals=policy)
         for name, need, a, b in zip(LEAVES, needs, found, whole, strict=True):
             assert (a is not None) == need, f"gradient of {name} with {needs}"
             if need:
                 asserts.bitwise(a, b, f"gradient of {name} with {needs}")
+
+
+@pytest.mark.rule("ALL-4", "MLP-11", "MLP-12")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_gradient_depends_on_which_others_are_asked_for(policy):
+    check_gradients_asked_for(TORCH, policy, ALL_NEEDS)
+
+
+@pytest.mark.rule("ALL-4", "MLP-11", "MLP-12")
+@pytest.mark.matrix(policy=POLICIES, **dict.fromkeys(LEAVES, (False, True)))
+def test_no_gradient_in_jax_depends_on_which_others_are_asked_for(policy, x, wi, wo, probs, wi_bias, wo_bias):
+    """Each choice is a program of its own, so their matrix is drawn."""
+    check_gradients_asked_for(JAX, policy, [MlpNeeds(x, wi, wo, probs, wi_bias, wo_bias)])
 
 
 @pytest.mark.rule("ALL-4", "MLP-9", "MLP-11")
@@ -872,9 +885,9 @@ def test_jax_under_shard_map(check_vma, halves):
     given = parts[0][0]
     form = in_halves(given) if halves else given
     weights = [jax.tree.map(jnp.asarray, form[name]) for name in ("wi", "wo", "wi_bias", "wo_bias")]
-    rows = [jnp.concatenate([part[0][name] * (1 + i) for i, part in enumerate(parts)]) for name in ("x", "probs")]
-    sizes = jnp.concatenate([jnp.asarray(part[0]["group_sizes"]) for part in parts])
-    dy = jnp.concatenate([part[1] for part in parts])
+    rows = [np.concatenate([part[0][name] * (1 + i) for i, part in enumerate(parts)]) for name in ("x", "probs")]
+    sizes = np.concatenate([part[0]["group_sizes"] for part in parts])
+    dy = np.concatenate([part[1] for part in parts])
 
     def local(sizes, x, probs, wi, wo, wi_bias, wo_bias):
         return jax_grouped.grouped_mlp(x, wi, wo, sizes, probs=probs, wi_bias=wi_bias, wo_bias=wo_bias)
@@ -882,19 +895,23 @@ def test_jax_under_shard_map(check_vma, halves):
     data, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     specs = (data, data, data, whole, whole, whole, whole)
     sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=data, check_vma=check_vma)
-    z, pull_sharded = jax.vjp(lambda *values: sharded(sizes, *values), *rows, *weights)
-    found = pull_sharded(dy)
+
+    def passes(layer, sizes, dy, *values):
+        y, pull = jax.vjp(partial(layer, sizes), *values)
+        return y, pull(dy)
+
+    z, found = jax.jit(partial(passes, sharded))(sizes, dy, *rows, *weights)
+    alone = jax.jit(partial(passes, local))
 
     m, g = given["x"].shape[0], len(given["group_sizes"])
     terms: list[Any] = []
     for i in range(shards):
         some = slice(m * i, m * (i + 1))
         of = sizes[g * i : g * (i + 1)]
-        y, pull = jax.vjp(lambda *values, of=of: local(of, *values), *(each[some] for each in rows), *weights)
-        asserts.bitwise(z[some], y, "y")
-        dx, dp, *rest = pull(dy[some])
-        asserts.bitwise(found[0][some], dx, "dx")
-        asserts.bitwise(found[1][some], dp, "dp")
+        y, (dx, dp, *rest) = alone(of, dy[some], *(each[some] for each in rows), *weights)
+        asserts.bitwise(np.asarray(z)[some], y, "y")
+        asserts.bitwise(np.asarray(found[0])[some], dx, "dx")
+        asserts.bitwise(np.asarray(found[1])[some], dp, "dp")
         terms.append([np.asarray(each, np.float64) for each in jax.tree.leaves(rest)])
     for at, (a, *each) in enumerate(zip(jax.tree.leaves(found[2:]), *terms, strict=True)):
         error = shards * bounds.F32_HALF_ULP * np.sum(np.abs(each), axis=0)

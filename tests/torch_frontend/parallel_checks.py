@@ -12,6 +12,7 @@ import copy
 import sys
 import tempfile
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from torch_bridge import (
     parallel,
     params,
     route,
+    scaling_state,
     shards,
     update_scaling,
 )
@@ -471,6 +473,30 @@ def shards_of_masters_give_the_codes_of_whole_ones(mesh: DeviceMesh) -> None:
                 assert (module.scaling_state.scale[1] != 1).any()
 
 
+LIVE = (  # by rank, one magnitude a group
+    (float("nan"), 2.0, 0.0, float("inf"), 3.0),
+    (3.0, float("nan"), 0.0, 1.0, 5.0),
+)
+
+
+@check
+def ranks_agree_on_scales_whoever_holds_what_is_not_finite(mesh: DeviceMesh) -> None:
+    """And have what one device would have of all magnitudes."""
+    live = torch.tensor(LIVE, device=mesh.device_type)
+
+    def state_of(magnitudes: Tensor) -> Any:
+        with torch.device(mesh.device_type):
+            state = scaling_state(FP8Delayed.replace(history=3), len(magnitudes))
+        state.history[:, 0] = magnitudes
+        return state
+
+    one, whole = state_of(live[mesh.get_rank()]), state_of(torch.maximum(*live))
+    update_scaling(one, process_group=mesh.get_group())
+    update_scaling(whole)
+    asserts.bitwise(one.scale, whole.scale)
+    asserts.bitwise(one.history, whole.history)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Checks that fail, which are run by name alone
 
@@ -487,6 +513,7 @@ def both_ranks_wait_for_ever(mesh: DeviceMesh) -> None:
 
 
 FAILING: Checks = {run.__name__: run for run in (one_rank_stays_away_from_a_collective, both_ranks_wait_for_ever)}
+PROGRAM = partial(main, __doc__, CHECKS, RANKS, FAILING)
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, CHECKS, RANKS, FAILING))
+    sys.exit(PROGRAM())

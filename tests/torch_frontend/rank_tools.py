@@ -11,12 +11,10 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,8 +24,6 @@ from unittest import SkipTest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from tests.conftest import ROOT
 
 Check = Callable[[DeviceMesh], None]
 Checks = dict[str, Check]
@@ -136,10 +132,13 @@ def run_all(device: str, checks: Checks, count: int, timeout: float, limit: floa
         return found, printed if any(each.exitcode for each in ranks) else ""
 
 
-def main(doc: str, checks: Checks, count: int, failing: Checks | None = None) -> int:
-    """The program of a module of checks; those of `failing` run by name alone. Returns its exit status."""
+def main(doc: str, checks: Checks, count: int, failing: Checks, arguments: Sequence[str] | None = None) -> int:
+    """The program of a module of checks; those of `failing` run by name alone. Returns its exit status.
+
+    It prints a line for each check, and a failure's traceback behind it.
+    """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the problems are made by tools that import it
-    every = {**checks, **(failing or {})}
+    every = {**checks, **failing}
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
@@ -147,7 +146,7 @@ def main(doc: str, checks: Checks, count: int, failing: Checks | None = None) ->
     add("--checks", nargs="+", choices=list(every), default=list(checks), metavar="NAME", help="(default: all)")
     add("--timeout", type=float, default=45.0, metavar="SECONDS", help="for a collective (default: %(default)s)")
     add("--limit", type=float, default=540.0, metavar="SECONDS", help="for all checks (default: %(default)s)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     chosen = {name: every[name] for name in options.checks}
     found, printed = run_all(options.device, chosen, options.ranks, options.timeout, options.limit)
     skipped = {name for name, failure in found.items() if failure.startswith(SKIPPED)}
@@ -158,16 +157,3 @@ def main(doc: str, checks: Checks, count: int, failing: Checks | None = None) ->
     if printed:
         print(printed)
     return int(any(failure for name, failure in found.items() if name not in skipped) or bool(printed))
-
-
-def program(module: str, *options: str, timeout: float) -> tuple[int, str]:
-    """(exit status, what a module of checks prints): a line for each check, and a failure's traceback behind it."""
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.torch_frontend.{module}", *options]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams) as run:
-        try:
-            said = run.communicate(timeout=timeout)[0]
-        except subprocess.TimeoutExpired:
-            os.killpg(run.pid, signal.SIGKILL)  # with its ranks, which have the same session
-            said = f"after {timeout:g} seconds it was stopped; until then it printed:\n{run.communicate()[0]}"
-    return run.returncode, said

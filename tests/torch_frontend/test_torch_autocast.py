@@ -249,9 +249,7 @@ def _outside(t: Any) -> Tensor:
         return grouped_linear(t.x, t.w, t.sizes)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_IDS)
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.matrix(form=FORMS, accumulate=(False, True), recipe=RECIPES)
 def test_whole_graphs(form: str, recipe: Recipe | None, accumulate: bool) -> None:
     found = []
     for compiled in (False, True):

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from tests.torch_frontend.conftest import Program
 from tests.torch_frontend.expert_parallel_checks import CHECKS
 from tests.torch_frontend.expert_parallel_tools import OF_GRAPHS
-from tests.torch_frontend.rank_tools import SKIPPED, program
+from tests.torch_frontend.rank_tools import SKIPPED
 
 ON_FOUR = [name for name in CHECKS if name not in OF_GRAPHS]
 
 
 @pytest.fixture(scope="module")
-def outcome() -> str:
+def outcome(program: Program) -> str:
     return program("expert_parallel_checks", "--checks", *ON_FOUR, timeout=600)[1]
 
 
 @pytest.fixture(scope="module")
-def outcome_of_graphs() -> str:
+def outcome_of_graphs(program: Program) -> str:
     return program("expert_parallel_checks", "--ranks", "2", "--checks", *OF_GRAPHS, timeout=600)[1]
 
 
@@ -40,14 +41,14 @@ def test_graphs_of_two_ranks(name: str, outcome_of_graphs: str) -> None:
 
 
 @pytest.mark.rule("LYR-9")
-def test_one_two_and_eight_ranks() -> None:
+def test_one_two_and_eight_ranks(program: Program) -> None:
     name = "one_two_and_eight_ranks_have_the_bits_of_one"
     status, printed = program("expert_parallel_checks", "--ranks", "8", "--checks", name, timeout=300)
     assert status == 0, printed
 
 
 @pytest.mark.rule("LYR-11")
-def test_a_rank_that_stays_away_is_an_error_soon() -> None:
+def test_a_rank_that_stays_away_is_an_error_soon(program: Program) -> None:
     name = "one_rank_stays_away"
     status, printed = program("expert_parallel_checks", "--ranks", "2", "--checks", name, "--timeout", "4", timeout=300)
     assert status == 1, printed

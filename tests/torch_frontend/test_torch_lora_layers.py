@@ -504,9 +504,7 @@ def test_adapters_of_peft_that_do_not_fit_change_nothing():
 @pytest.mark.rule("LOR-1", "GRD-12")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
-@pytest.mark.parametrize("accumulate", [False, True])
-@every_layer
+@pytest.mark.matrix(form=LAYERS, accumulate=(False, True), dropout=(0.0, 0.25))
 def test_compiled_layers_give_the_same_bits(form: str, accumulate: bool, dropout: float):
     def run(wrap: Callable[[Any], Any]) -> list[Any]:
         p = build(form, lora_dropout=dropout, accumulate_into_main_grad=accumulate)

@@ -187,9 +187,7 @@ def _fresh_dynamo() -> Iterator[None]:
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
-@packed_or_listed
-@rows_or_tokens
+@pytest.mark.matrix(tokens=(False, True), listed=(False, True), dropout=(0.0, 0.25))
 def test_compiled_regions_give_the_same_bits(tokens: bool, listed: bool, dropout: float):
     p = Problem(tokens, listed=listed)
     key = torch.tensor([3, 4], dtype=torch.uint32) if dropout else None

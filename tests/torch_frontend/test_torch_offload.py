@@ -236,7 +236,6 @@ def test_the_graph_of_results_is_freed(sent: list[Sent]) -> None:
     import weakref
 
     x = leaf(torch.randn(4, 4))
-    gc.collect()
     gc.disable()
     try:
         with cpu_offload(enabled=False):

@@ -758,9 +758,7 @@ def test_a_pinned_kernel_runs() -> None:
 
 
 @pytest.mark.rule("ALL-5")
-@pytest.mark.parametrize("listed", [True, False])
-@pytest.mark.parametrize("extras", [True, False])
-@pytest.mark.parametrize("into", [True, False])
+@pytest.mark.matrix(listed=(True, False), extras=(True, False), into=(True, False))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck(listed: bool, extras: bool, into: bool) -> None:
     t = small("groups_2", tail=0.0)

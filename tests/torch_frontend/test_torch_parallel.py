@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.torch_frontend.conftest import Program
 from tests.torch_frontend.parallel_checks import CHECKS
-from tests.torch_frontend.rank_tools import program
 
 MODULE = "parallel_checks"
 
 
 @pytest.fixture(scope="module")
-def outcome() -> str:
+def outcome(program: Program) -> str:
     return program(MODULE, timeout=600)[1]
 
 
@@ -25,7 +25,7 @@ def test_two_ranks(name: str, outcome: str) -> None:
     assert f"passed  {name}\n" in outcome, outcome
 
 
-def test_a_collective_without_one_rank_fails_soon() -> None:
+def test_a_collective_without_one_rank_fails_soon(program: Program) -> None:
     """Far below the hour for which the other rank sleeps, which is ended with the first; both show where they were."""
     name = "one_rank_stays_away_from_a_collective"
     status, printed = program(MODULE, "--checks", name, "--timeout", "4", timeout=300)
@@ -38,7 +38,7 @@ def test_a_collective_without_one_rank_fails_soon() -> None:
         assert words in printed, f"{words!r} is missing:\n{printed}"
 
 
-def test_checks_that_take_too_long_are_ended_with_their_output() -> None:
+def test_checks_that_take_too_long_are_ended_with_their_output(program: Program) -> None:
     name = "both_ranks_wait_for_ever"
     status, printed = program(MODULE, "--checks", name, "--limit", "1", timeout=300)
     assert status == 1, printed

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from grouped_core import recipes
@@ -387,6 +388,10 @@ _BREAKING: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+BESIDE = "they run beside a graph"
+"""In the reason for a break of the graph that Dynamo tells."""
+
+
 @pytest.mark.rule("GRD-12", "QNT-5", "QNT-6")
 @pytest.mark.matrix(
     form=MODULES,
@@ -397,6 +402,7 @@ _BREAKING: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_state_of_python_breaks_the_graph_and_nothing_else(form: str, recipe: Recipe, what: str) -> None:
     prepare, options = _BREAKING[what]
     found = []
+    counters.clear()
     # Where Dynamo cuts the graph is the subject here, not what a backend makes of the parts.
     for wrap in (eager, lambda one: compiled(one, whole=False, backend="eager")):
         one = wrap(setup(form, False, recipe=recipe, **options, **BF16))
@@ -410,10 +416,15 @@ def test_state_of_python_breaks_the_graph_and_nothing_else(form: str, recipe: Re
         assert all(getattr(weight, "grad_added_to_main_grad", True) for weight in one.weights)
         found.append([*results, *(state.history for state in states(one.module))])
     same(found[1], found[0])
+    breaks = counters["graph_break"]
+    assert breaks
+    assert all(BESIDE in reason for reason in breaks), breaks
+    if form.startswith("Sequential"):
+        return  # where the graph of the same frame would end with the same reason
     torch.compiler.reset()
     whole = compiled(setup(form, False, recipe=recipe, **options, **BF16), backend="eager")
     keywords = prepare(whole)
-    with pytest.raises(Unsupported, match="they run beside a graph"):
+    with pytest.raises(Unsupported, match=BESIDE):
         seeded(whole, 4, **keywords)
 
 

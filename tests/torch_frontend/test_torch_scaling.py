@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from grouped_core import recipes
 from tests import asserts
@@ -157,38 +153,9 @@ def test_compiled_passes_read_the_multipliers_of_forward(form: str, options: Any
     same(found[1], found[0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The step over ranks
-
-LIVE = (  # by rank, one magnitude a group
-    (float("nan"), 2.0, 0.0, float("inf"), 3.0),
-    (3.0, float("nan"), 0.0, 1.0, 5.0),
-)
-
-
-def _step_of_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=len(LIVE))
-    try:
-        state = scaling_state(DELAYED, len(LIVE[rank]))
-        state.history[:, 0] = torch.tensor(LIVE[rank])
-        update_scaling(state, process_group=dist.group.WORLD)
-        torch.save((state.scale, state.history), Path(folder, str(rank)))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_ranks_agree_whoever_holds_what_is_not_finite() -> None:
-    """And have what one device would have of all magnitudes."""
-    whole = scaling_state(DELAYED, len(LIVE[0]))
-    whole.history[:, 0] = torch.maximum(*map(torch.tensor, LIVE))
-    update_scaling(whole)
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_step_of_rank, (folder,), len(LIVE))
-        for rank in range(len(LIVE)):
-            same(list(torch.load(Path(folder, str(rank)))), [whole.scale, whole.history], f"of rank {rank}")
+def test_a_process_group_of_another_kind_is_refused() -> None:
     with asserts.refused(TypeError, ["`process_group`", "int", "ProcessGroup", "pass one"]):
-        update_scaling(whole, process_group=1)
+        update_scaling(scaling_state(DELAYED, 2), process_group=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
