@@ -91,7 +91,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--budget", type=float, default=4.0, help="seconds per shape")
     parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--steady", type=float, help="seconds of each of three long runs, instead of short ones in turns")
+    parser.add_argument(
+        "--steady", type=float, help="seconds of each of three long runs, instead of short ones in turns"
+    )
     options = parser.parse_args()
     layers = SMALL if options.device == "cpu" else LAYERS
     clock = harness.cpu_clock if options.device == "cpu" else harness.cuda_clock

@@ -8,7 +8,7 @@
 
 namespace grouped {
 
-// Columns of a tile of 128 rows; stages of the operand ring; slots for finished rows a consumer warp.
+// Columns of a tile, of 128 rows but for kSwapped; stages of the operand ring; slots for finished rows a consumer warp.
 struct TileChoice {
   int cols, stages, slots;
 };

@@ -4,7 +4,8 @@
 //
 //   loader: codes by boxes of 64 or 32 columns x 64 k, of gates and of linear halves
 //   4 bits: a lane has a gate and the linear value of the same result, for two rows in eight; pieces of 32 rows by 32
-//           columns leave through slots that four warps share, two sets of three
+//           columns leave through slots that four warps share, two sets of three or, of kinds without a linear half,
+//           one of four
 //
 //   codes     tile               accumulators   ring         slots           registers by warpgroup
 //   4 bits    256 x (64 + 64)    128 a thread   4 x 50 KiB   8 x 3 x 1 KiB   40 / 232, 232

@@ -47,22 +47,22 @@ struct ByteUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, ByteUpShape>, 
   }
 };
 
-// Codes of 4 bits, which are widened in registers. A warp's lines g are gates, or else the tile's first 64
-// columns, and lines g + 8 the linear columns of the same results, or else its second 64.
+// Codes of 4 bits, which are widened in registers. Rows g of A are gates, or else the tile's first 64
+// columns, and rows g + 8 the linear columns of the same results, or else its second 64.
 template <Pairs kPairs>
-struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, NibbleTile>, CodedBlocks {
-  using Shape = NibbleTile;
+struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, SwappedShape>, CodedBlocks {
+  using Shape = SwappedShape;
   using Params = CodedUpParams;
   using T = __nv_bfloat16;
   static constexpr bool kGated = kPairs != Pairs::none;
-  static constexpr Lines kLines = kPairs == Pairs::columns ? Lines::alternating : Lines::halves;
+  static constexpr ColumnOrder kOrder = kPairs == Pairs::columns ? ColumnOrder::alternating : ColumnOrder::halves;
   static constexpr int kResultCols = kGated ? kSwappedCols : 2 * kSwappedCols;  // of a tile
   static constexpr int kRowsBox = kSwappedRowsBox, kPieceRows = 32;
   static constexpr int kPieceBytes = kPieceRows * kSliceCols * int(sizeof(T));
   // Of 32 rows of a warpgroup: of hidden, and of results. Two sets of them where there is room.
   static constexpr int kHiddenPieces = 2, kPieces = kHiddenPieces + (kGated ? 1 : 2);
   static constexpr int kSets = 4 * Shape::WarpSlots::kBytes / (kPieces * kPieceBytes);
-  static constexpr int kLowBoxRows = 32;
+  static constexpr int kLowBoxRows = PairedTile<Major::k>::kBoxRows;
 
   // Weights come in boxes: those of part 0, then those of part 1 (UpParams), or where columns are not apart one behind
   // the other.
@@ -71,7 +71,7 @@ struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, NibbleTile>,
     if constexpr (kPairs != Pairs::blocks) return first + box * rows;
     return first + box % (boxes / 2) * p.step + box / (boxes / 2) * p.weight_part;
   }
-  // Boxes of 64 lines, or of 32 where blocks of 32 gates and linear columns alternate.
+  // One box, or of gates and linear columns boxes of 64 lines each, or of 32 where blocks of 32 of them alternate.
   struct CodesAt {
     static constexpr int kMost = 4;
     int group, count;
@@ -112,7 +112,7 @@ struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, NibbleTile>,
     return SharedSlots<4, kSets * kPieces, kPieceBytes>(shell.slots(0).base, warp);
   }
 
-  // The bias at lines g and g + 8.
+  // The bias at rows g and g + 8 of A.
   static __device__ void bias_of(const Params& p, const Work& work, int col, float (&bias)[2]) {
     using Bias = device::BiasOf<T>;
     bias[0] = bias[1] = 0;
@@ -138,7 +138,7 @@ struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, NibbleTile>,
     float bias[2];
     bias_of(p, work, first + warp % 4 * 8 + g, bias);
     constexpr int kAll = kSwappedRows / 8;
-    uint32_t h[kAll][2];  // rows 8 j + 2t and 1 on, at lines g and g + 8
+    uint32_t h[kAll][2];  // rows 8 j + 2t and 1 on, at rows g and g + 8 of A
 #pragma unroll
     for (int i = 0; i < 2 * kAll; ++i) {
       const float b = bias[i % 2];
@@ -221,7 +221,7 @@ template <bool kNibbles, Pairs kPairs>
 void launch_coded_pairs(const GroupedMatmulAct& call, CodedUpParams p, void* stream) {
   if constexpr (kNibbles) {
     using Product = NibbleUpProduct<kPairs>;
-    p.codes_boxes = kPairs == Pairs::blocks && p.across != 1 ? 4 : 2;
+    p.codes_boxes = kPairs != Pairs::blocks ? 1 : p.across == 1 ? 2 : 4;
     p.coded = coded_weights(call, Product::Shape::kCols / p.codes_boxes);
     launch_up_product<Product>(swapped_product_sm90<Product>, call, p, kThreads, stream);
   } else {

@@ -1,14 +1,16 @@
 // Rows of bfloat16 against weights that come as codes (MXFP4, NVFP4, MXFP8, E4M3) on Hopper: forward and dgrad of
 // frozen quantised weights, for any number of rows. The codes, [G, lines, line], are contracted along either axis.
-// Nothing of the size of the weights is written. Bits are those of grouped_matmul_bf16_sm90 on widened weights.
+// Nothing of the size of the weights is written. Bits are those of grouped_matmul_bf16_sm90 on widened weights, with
+// NVFP4 as long as sums times 2^-8 are float32 numbers that are neither subnormal nor infinite.
 //
 // Codes of 4 bits are widened in registers, once for 256 rows: weights are the operand of wgmma that comes from there
 // (operands swapped, pipeline_swapped.cuh).
 //
-//   loader: rows by boxes of 128 x 64 k, multicast to the pair; codes by boxes of 64 columns x 64 k, each CTA its own.
-//           Blocks of a low-rank product, which are numbers, follow those of K and lie where codes do
+//   loader: rows by boxes of 128 x 64 k, multicast to the pair; codes of 128 columns x 64 k, each CTA its own. Blocks
+//   of a
+//           low-rank product, whose weights are bf16 values, follow those of K and lie where codes do
 //   2 warps: scales -> factors, pairs of bfloat16
-//            |  ring of blocks: rows 256 x 64, codes or numbers 128 x 64, factors
+//            |  ring of blocks: rows 256 x 64, codes or low-rank weights 128 x 64, factors
 //            v
 //   2 consumer warpgroups of 64 columns each: codes * factors -> fragments; wgmma m64n256k16, fp32 in registers
 //            |  * scale of the group, + bias, * row scale, one rounding; transposed into slots in shared memory

@@ -40,11 +40,11 @@ struct ByteRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, ByteTile>,
 
 // Codes of 4 bits, which are widened in registers.
 template <class Out, Major kWeights>
-struct NibbleRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, NibbleTile>,
-                           CodedBoxes<true, kWeights, NibbleTile::kCols> {
-  using Shape = NibbleTile;
+struct NibbleRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, SwappedShape>,
+                           CodedBoxes<true, kWeights, SwappedShape::kCols> {
+  using Shape = SwappedShape;
   using Params = CodedRowsParams;
-  static constexpr Lines kLines = Lines::neighbours;
+  static constexpr ColumnOrder kOrder = ColumnOrder::neighbours;
   static constexpr int kRowsBox = kSwappedRowsBox, kLinesBox = kWeights == Major::k ? Shape::kCols : kBlockK;
 
   // Where the codes of a tile are, but for k: boxes of 64 codes by 128 lines, or two of 64 lines.

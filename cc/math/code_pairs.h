@@ -26,6 +26,10 @@ constexpr int block_of(Codes codes) { return codes == Codes::e4m3 ? 0 : codes ==
 // Scales of 32 codes.
 constexpr int scales_of_32(Codes codes) { return block_of(codes) == 0 ? 0 : 32 / block_of(codes); }
 
+// Kernels that have one product for a pair and its scale take E4M3 scales times 2^118 instead of 2^126, which may
+// exceed bfloat16's range, and multiply the sums by 2^8 at the end.
+constexpr int kE4M3Shift = 8;
+
 constexpr uint32_t kBoth = 0x00010001;     // one in each half
 constexpr uint32_t kNaN = 0x7fc0 * kBoth;  // two of them
 

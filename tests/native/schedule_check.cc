@@ -687,7 +687,7 @@ struct SwappedTile {
 };
 
 // Every pair of a fragment has the codes of its line and columns, and every column belongs to one line.
-void codes_along_lines(std::mt19937_64& rng, Lines lines) {
+void codes_along_lines(std::mt19937_64& rng, ColumnOrder lines) {
   const SwappedTile tile(rng, true);
   std::vector<int> owners(2 * kSwappedCols);
   for (int warp = 0; warp < 8; ++warp) {
@@ -816,7 +816,8 @@ int main() {
   codes_become_tiles<pairs::Codes::mxfp8>(rng);
   codes_become_tiles<pairs::Codes::e4m3>(rng);
   std::puts("codes become the tile that widened weights would be");
-  for (const Lines lines : {Lines::neighbours, Lines::halves, Lines::alternating}) codes_along_lines(rng, lines);
+  for (const ColumnOrder lines : {ColumnOrder::neighbours, ColumnOrder::halves, ColumnOrder::alternating})
+    codes_along_lines(rng, lines);
   codes_across_lines(rng);
   factors_of_swapped_tiles();
   std::puts("codes become fragments, and find their factors, whichever lines stand for a column");

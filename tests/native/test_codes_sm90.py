@@ -82,6 +82,10 @@ def pair(call: str) -> tuple[Native, Native]:
     return Native(CODES[call], check=False), Native(PLAIN[call], check=False)
 
 
+def low_beside(format: str, case: cases.Case, width: int, rank: int, axis: int) -> Low | None:
+    return low_of(case, width, rank, axis, "bfloat16") if rank and format in ("mxfp4", "mxfp8") else None
+
+
 @built
 @pytest.mark.rule("LOR-2", "LOR-3", "QNT-1")
 @pytest.mark.matrix(
@@ -106,8 +110,13 @@ def test_products(format, case, axis, result, rank, epilogue):
 
 @built
 @pytest.mark.rule("QNT-1", "ALL-6")
-@pytest.mark.matrix(format=FORMATS[:-1], axis=(1, 2))
-def test_any_code_and_scale(format, axis):
+@pytest.mark.matrix(
+    format=FORMATS[:-1],
+    axis=(1, 2),
+    rank=(0, 72),
+    valid=lambda format, rank, **_: not rank or format in ("mxfp4", "mxfp8"),
+)
+def test_any_code_and_scale(format, axis, rank):
     """Scales that are subnormal, large, infinite products or NaN, and codes that are NaN, in a few lines."""
     case = LONG
     w = weights(format, case, axis, case.n)
@@ -115,10 +124,11 @@ def test_any_code_and_scale(format, axis):
     values, scales = np.asarray(w.values).view(np.uint8), np.asarray(w.scales).view(np.uint8)
     values[:, ::37] = rng.integers(0, 256, values[:, ::37].shape)
     scales[:, ::5, ::3] = rng.integers(0, 256, scales[:, ::5, ::3].shape)
+    low = low_beside(format, case, case.n, rank, axis)
     coded, plain = pair("grouped_matmul")
     with np.errstate(all="ignore"):
-        expected = product(plain, case, rows(case), widened(w), axis, "float32", None)
-        same(product(coded, case, rows(case), w, axis, "float32", None), expected, "result")
+        expected = product(plain, case, rows(case), widened(w), axis, "float32", low)
+        same(product(coded, case, rows(case), w, axis, "float32", low), expected, "result")
 
 
 @built
@@ -134,10 +144,6 @@ def test_scales_of_groups(format, axis):
     expected = product(run, case, rows(case), w, axis, "float32", None)
     expected[: case.valid] *= factors.repeat(np.array(case.sizes))[:, None]
     same(product(run, case, rows(case), scaled, axis, "float32", None), expected, "result")
-
-
-def low_beside(format: str, case: cases.Case, width: int, rank: int, axis: int) -> Low | None:
-    return low_of(case, width, rank, axis, "bfloat16") if rank and format in ("mxfp4", "mxfp8") else None
 
 
 @built
@@ -158,6 +164,34 @@ def test_activations(format, case, activation, rank):
     width = activation.fc1_width(case.n)
     x, w = rows(case), weights(format, case, 2, width)
     low = low_beside(format, case, width, rank, 2)
+    found, expected = (
+        fused_of(case, activation.kind, x, weight, 2, "bfloat16", grad=False)
+        ._replace(activation=activation)
+        .run(run, "bfloat16", low)
+        for run, weight in zip(pair("grouped_matmul_act"), (w, widened(w)), strict=True)
+    )
+    for name, a, b in zip(("result", "hidden"), found, expected, strict=False):
+        same(a, b, name)
+
+
+@built
+@pytest.mark.rule("LOR-3", "MLP-1", "QNT-1")
+@pytest.mark.matrix(
+    activation=(Activation("swiglu"), Activation("swiglu", interleave=32), Activation("relu")),
+    large=("gates", "linear", "first columns"),
+    rank=(0, 16),
+)
+def test_large_scales_beside_small_ones(activation, large, rank):
+    """MXFP4 scales that take two factors, in some columns of a tile and not in others."""
+    case = LONG
+    width = activation.fc1_width(case.n)
+    x, w = rows(case), weights("mxfp4", case, 2, width)
+    column = np.arange(width)
+    linear = column >= case.n if activation.interleave == 0 else column // 32 % 2 == 1
+    chosen = {"gates": ~linear, "linear": linear, "first columns": column % 128 < 64}[large]
+    scales = np.asarray(w.scales).view(np.uint8)
+    scales[:, chosen] = 130  # 2^3
+    low = low_beside("mxfp4", case, width, rank, 2)
     found, expected = (
         fused_of(case, activation.kind, x, weight, 2, "bfloat16", grad=False)
         ._replace(activation=activation)

@@ -1,5 +1,5 @@
-// Weights that come as codes, as the kernels that widen them on the chip take them (widen_tiles.cuh): what they refuse
-// of them, and their maps.
+// Weights that come as codes, as the kernels that widen them on the chip take them (pipeline_swapped.cuh,
+// widen_tiles.cuh): what they refuse of them, and their maps.
 #pragma once
 
 #include <cstdint>

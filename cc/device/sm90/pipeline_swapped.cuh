@@ -1,8 +1,10 @@
 // The pipeline of products whose weights come as 4-bit codes, in the shell of shell.cuh: CTA pairs, 256 rows by 128
 // columns a tile, operands swapped (layout_swapped.cuh).
 //
-//   loader                rows, of which a pair shares a tile, and codes, each CTA its own
-//   warps 2, 3            scales, asked for two blocks before, become factors
+//   loader                rows, of which a pair shares a tile, and codes, each CTA its own. Where the last column of
+//   tiles
+//                         is odd, a pair takes two tiles of rows there and shares nothing
+//   warps 2, 3            scales, loaded two blocks before, become factors
 //   warpgroups 1, 2       64 columns of every tile each. A unit of 32 k is two wgmmas of 64 columns x 256 rows x 16;
 //                         while they and those of the other warpgroup run, the fragments of the next unit are made
 //
@@ -10,11 +12,11 @@
 //   empty[s]   1 arrival of each consumer warp, of both CTAs          consumers -> both loaders, warps 2 and 3
 //   work       empty 1 + 10 arrivals                                  scheduler -> loader, warps 2 and 3, consumers
 //
-// Warpgroups take no turns: two warps of a scheduler make fragments at once, which hides the latencies of one another.
+// Warpgroups take no turns: two warps per scheduler make fragments at the same time and hide each other's latency.
 // While one warpgroup stores, the other runs ahead by what the ring holds. Registers of a consuming thread: 128 sums,
-// 16 of two units' fragments, 24 words of a block's codes and factors. Shared memory of a block, 1024 cycles of the
-// tensor cores, of which each moves 128 bytes: rows written 32 KiB and read by wgmma 64 KiB, codes 4 + 4 KiB, factors 4
-// + 2 KiB: 880 cycles.
+// 16 of two units' fragments, 24 words of a block's codes and factors (across lines 16). Shared memory of a block, 1024
+// cycles of the tensor cores, of which each moves 128 bytes: rows written 32 KiB and read by wgmma 64 KiB; codes
+// written 4 KiB and read 4 (across lines 8) KiB, factors 2 + 2 KiB: about 870 cycles.
 #pragma once
 
 #include "cc/device/sm90/ptx_register.cuh"
@@ -50,6 +52,8 @@ struct SwappedLoads {
                        uint32_t full) const {
     const int k = block * kBlockK;
     const bool low = k >= p.low.first;
+    // In front of every copy: the peer's may arrive before ours are started. Bytes of codes are counted already.
+    if (low && columns) ptx::barrier_expect(full, Product::rhs_bytes(p.cols - work.col0) - Shape::kCodesBytes);
     const CUtensorMap* rows = low ? &p.low.lhs : &p.lhs;
     ptx::Coords from = at;
     from.c[0] = low ? k - p.low.first : k;
@@ -64,8 +68,6 @@ struct SwappedLoads {
     if (!low) {
       codes.load(p, k, stage + Shape::kCodesAt, full);
     } else {
-      // The bytes of codes are waited for already.
-      ptx::barrier_expect(full, Product::rhs_bytes(p.cols - work.col0) - Shape::kCodesBytes);
       Product::load_rhs(p, work, FromLow(p.low, work, k), rank, stage + Shape::kCodesAt, full);
     }
   }
@@ -77,13 +79,13 @@ __device__ inline void multiply_swapped(const typename Product::Params& p, const
                                         const Work& work, int warp, float (&acc)[kSwappedRows / 2],
                                         Ring<Product::Shape::kStages>& ring) {
   using Shape = typename Product::Shape;
-  using Blocks = SwappedBlocks<Shape, Product::kRhsMajor, Product::kLines>;
+  using Blocks = SwappedBlocks<Shape, Product::kRhsMajor, Product::kOrder>;
   const bool nvfp4 = p.coded.codes == pairs::Codes::nvfp4;
   const Blocks lane(warp, nvfp4);
   const uint64_t rows = descriptor(shell.shared, Major::k);
   int left = work.k_blocks();
   const int low_blocks = left - Product::coded_blocks(p, left);
-  constexpr bool kBothHalves = Product::kLines == Lines::halves;
+  constexpr bool kBothHalves = Product::kOrder == ColumnOrder::halves;
   uint32_t second[2] = {}, before = ring.slot;
   Fragments a[2];
   typename Blocks::Words words;
@@ -152,8 +154,9 @@ __device__ inline void multiply_swapped(const typename Product::Params& p, const
     widen(0, stage);
   }
   ptx::wgmma_wait<0>();
+  ptx::wgmma_done(acc);
   release(before);
-  if (nvfp4) device::scale_sums(acc, float(1 << kE4M3Shift));
+  if (nvfp4) device::scale_sums(acc, float(1 << pairs::kE4M3Shift));
 #pragma unroll 1
   for (int depth = work.length - p.low.first; left > 0; --left, depth -= kBlockK) {
     ptx::barrier_wait(shell.full(ring.slot), ring.parity);

@@ -77,7 +77,7 @@ struct alignas(16) Work {
   int32_t kind;
   int32_t length;      // contracted elements: K, or the rows of the group
   int32_t row0, col0;  // first row (inside the group) and column of the tile
-  int32_t valid_rows;  // rows of the tile that exist: 1 and more, may exceed kTileRows
+  int32_t valid_rows;  // rows of the tile that exist: 1 and more, may exceed those of a tile
   int32_t across;      // Tile::across
   int32_t group;
   int32_t rows, end;       // of the group: m_g and o_g + m_g. kTail: end is the first row to clear

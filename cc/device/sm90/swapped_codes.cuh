@@ -9,57 +9,53 @@
 
 namespace grouped::sm90 {
 
-constexpr int kE4M3Shift = 8;  // see factor_alone
-
-// 256 rows by 128 columns. A stage holds rows, codes or else numbers of a low-rank product, factors.
-template <int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes>
-struct SwappedShape : ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlots_, kSlotBytes_> {
-  using Base = ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlots_, kSlotBytes_>;
-  static constexpr int kCols = 2 * kSwappedCols, kSets = 0;
-  // In a stage. Second factors lie behind codes, where a low-rank product has numbers.
+// 256 rows by 128 columns. A stage holds rows, codes or else bf16 weights of a low-rank product, factors.
+constexpr int kSwappedSlotBytes = 1024;
+using SwappedShell = ShellShape<6 * kBlockBytes + kFactorBytes, kSwapped.stages, kSwapped.slots, kSwappedSlotBytes>;
+struct SwappedShape : SwappedShell {
+  static constexpr int kCols = kSwapped.cols, kSets = 0;
+  static_assert(kCols == 2 * kSwappedCols);
+  // In a stage. Second factors lie behind codes, in bytes that a low-rank product's weights take in other blocks.
   static constexpr int kCodesAt = 4 * kBlockBytes, kCodesBytes = kCols * 32, kSecondAt = kCodesAt + kCodesBytes;
   static constexpr int kFactorsAt = 6 * kBlockBytes;
-  static constexpr int kSecondUsedAt = Base::kSharedBytes;  // words for each stage: whether there are some, one a half
-  static constexpr int kSharedBytes = kSecondUsedAt + 8 * kStages_;
+  // Two words for each stage: whether the first and the second 64 columns have second factors.
+  static constexpr int kSecondUsedAt = SwappedShell::kSharedBytes;
+  static constexpr int kSharedBytes = kSecondUsedAt + 8 * kStages;
   static_assert(kSharedBytes <= kSharedLimit);
 
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 };
 
-constexpr int kSwappedSlotBytes = 1024;
-using NibbleTile = SwappedShape<kSwapped.stages, kSwapped.slots, kSwappedSlotBytes>;
-
 // The fragments of a unit, half of a block: [step][register].
 constexpr int kUnitSteps = kSwappedSteps / 2;
 using Fragments = uint32_t[kUnitSteps][4];
 
-// Scales of E4M3 are made smaller by 2^8, which sums make good: with the exponent that codes lack they may exceed
-// bfloat16 otherwise.
+// The factor of a scale that needs no second one: it has what the codes' bits lack of the exponent.
 template <pairs::Codes kCodes>
 __device__ inline uint32_t factor_alone(uint32_t scale) {
   constexpr int kBias = pairs::bias_of(kCodes);
   if constexpr (kCodes == pairs::Codes::nvfp4) {
-    return pairs::times(pairs::factor_of<kCodes>(scale).second, pairs::power_of_two(kBias - kE4M3Shift));
+    return pairs::times(pairs::factor_of<kCodes>(scale).second, pairs::power_of_two(kBias - pairs::kE4M3Shift));
   } else {
     return scale * (pairs::kBoth << 7) + kBias * (pairs::kBoth << 7);  // below 128
   }
 }
 
 // What a lane reads of stages: `warp` is one of 8, `stage` the address of a stage. Register 2 i + b of a fragment has
-// columns 2t, 2t + 1 and 8 i on of wgmma's 16, in line g + 8 b.
-template <class Shape, Major kMajor, Lines kLines>
+// k 2t + 8 i and the next one of wgmma's 16, in row g + 8 b of A.
+template <class Shape, Major kMajor, ColumnOrder kOrder>
 class SwappedBlocks;
 
-template <class Shape, Lines kLines>
-class SwappedBlocks<Shape, Major::k, kLines> {
+template <class Shape, ColumnOrder kOrder>
+class SwappedBlocks<Shape, Major::k, kOrder> {
  public:
   struct Words {
-    uint32_t codes[2][2][4];  // [line g, g + 8][two steps]
+    uint32_t codes[2][2][4];  // [row g, g + 8 of A][two steps]
     uint32_t factors[2][4];   // of a step each
   };
 
   __device__ SwappedBlocks(int warp, bool) : warp_(warp) {
-    const int line = swapped_column(kLines, warp, threadIdx.x % 32 / 4);
+    const int line = swapped_column(kOrder, warp, threadIdx.x % 32 / 4);
     for (int i = 0; i < 2; ++i) codes_[i] = Shape::kCodesAt + nibbles_at(line, i);
     factors_ = 4 * factor_of_line(line, 0);
   }
@@ -87,21 +83,21 @@ class SwappedBlocks<Shape, Major::k, kLines> {
     }
   }
   static __device__ uint32_t factor(const Words& words, int step, int i) { return words.factors[i % 2][step]; }
-  // Numbers of a low-rank product, K-major as TMA writes them.
+  // Weights of a low-rank product, K-major as tensor copies write them.
   __device__ void load_low(uint32_t stage, int step, uint32_t (&a)[4]) const {
-    const int lane = threadIdx.x % 32, row = swapped_column(kLines, warp_, lane % 16);
+    const int lane = threadIdx.x % 32, row = swapped_column(kOrder, warp_, lane % 16);
     ptx::load_matrix_x4(stage + Shape::kCodesAt + row * 128 + ((2 * step + lane / 16) ^ (row % 8)) * 16, a);
   }
 
  private:
-  static constexpr __device__ int further(int b) { return swapped_column(kLines, 0, 8 * b); }
+  static constexpr __device__ int further(int b) { return swapped_column(kOrder, 0, 8 * b); }
 
   int warp_;
   uint32_t codes_[2], factors_;
 };
 
-template <class Shape, Lines kLines>
-class SwappedBlocks<Shape, Major::mn, kLines> {
+template <class Shape, ColumnOrder kOrder>
+class SwappedBlocks<Shape, Major::mn, kOrder> {
  public:
   struct Words {
     uint32_t codes[2][4];  // of 32 lines
@@ -184,7 +180,7 @@ class ScalesOfBlocks {
       if constexpr (kAlong) from_[i] += uint32_t(min(line(line_of(i)), w.lines - 1) >> w.line_shift) * w.scale_line;
     }
   }
-  // Asks for those of the block at k, to keep in one of two sets.
+  // Starts to load those of the block at k, into one of two sets.
   __device__ void load(const CodedWeights& w, int k, int set) {
     uint32_t (&held)[kLines][kOfLine] = held_[set];
     const int first = kAlong ? k / kBlock : first_;
@@ -203,7 +199,7 @@ class ScalesOfBlocks {
       }
     }
   }
-  // Writes the factors of the block that was asked for. Returns whether there are second ones that are not 1.
+  // Writes the factors of a set's block. Returns whether there are second ones that are not 1.
   __device__ bool write(int set, uint32_t factors, uint32_t second) const {
     const uint32_t (&held)[kLines][kOfLine] = held_[set];
     if constexpr (pairs::may_need_second(kCodes)) {
@@ -249,7 +245,7 @@ class ScalesOfBlocks {
   uint32_t held_[2][kLines][kOfLine];  // of two blocks
 };
 
-// The whole life of warps 2 and 3, each for one half of a tile's columns. Scales are asked for two blocks ahead.
+// The whole life of warps 2 and 3, each for one half of a tile's columns. Scales are loaded two blocks ahead.
 template <pairs::Codes kCodes, class Product>
 __device__ inline void make_factors(const typename Product::Params& p, const Shell<typename Product::Shape>& shell,
                                     int half) {
@@ -264,7 +260,7 @@ __device__ inline void make_factors(const typename Product::Params& p, const She
     const int kind = work.kind, blocks = work.k_blocks();
     const int coded = work.col0 < p.cols ? Product::coded_blocks(p, blocks) : 0;
     if (kind == Work::kDone) return;
-    ScalesOfBlocks<kCodes, Product::kRhsMajor, Product::kLines == Lines::halves> scales(
+    ScalesOfBlocks<kCodes, Product::kRhsMajor, Product::kOrder == ColumnOrder::halves> scales(
         w, lane, work.group, half, work.col0, [&](int col) { return Product::coded_column(p, work, col); });
     reader.release();
     if (kind != Work::kTile) continue;

@@ -49,12 +49,12 @@ class SharedSlots {
   int name_, turn_ = 0;
 };
 
-// The column of a tile that a lane has at line g + 8 b.
+// The column of a tile that a lane has in row g + 8 b of A.
 template <class Product>
 __device__ inline int swapped_column_of(int warp, int b) {
   const int line = threadIdx.x % 32 / 4 + 8 * b;
   if constexpr (Product::kRhsMajor == Major::k) {
-    return swapped_column(Product::kLines, warp, line);
+    return swapped_column(Product::kOrder, warp, line);
   } else {
     return swapped_column_of_bytes(warp, line);
   }
@@ -85,7 +85,7 @@ template <class Product, class Bias, class Out, class Params, class Slots_>
 __device__ inline void store_swapped_tile(const Params& p, const Work& work, int warp, float (&acc)[kSwappedRows / 2],
                                           Slots_& slots) {
   using At = SwappedOut<Out, Product::kRhsMajor>;
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % 32, t = lane % 4;
   const int col0 = work.col0 + warp / At::kWarps * At::kCols, cols = p.cols - col0;
   if (cols <= 0) return;
   const char* bias = device::bias_at<Bias>(p, work.group, p.first_col + col0);

@@ -12,6 +12,7 @@
 
 #include "cc/device/common/elements.cuh"
 #include "cc/device/sm90/layout_codes.cuh"
+#include "cc/math/code_pairs.h"
 
 namespace grouped::sm90 {
 
@@ -23,7 +24,7 @@ __device__ inline uint32_t times(uint32_t pair, uint32_t factor) {
 
 // --- scales ---
 
-constexpr int kE4M3Shift = 8;  // E4M3 scales are made smaller by 2^8, which the sums make good: s * 2^126 may overflow
+using pairs::kE4M3Shift;
 static_assert(Codes<true>::kBias - kE4M3Shift == 118, "the exponent below");
 
 // Factors, as pairs of bfloat16, that make values of the bits above: of parts 0 and 1, and of 2 and 3. They come from a
