@@ -126,6 +126,7 @@ __device__ inline void multiply_swapped(const typename Product::Params& p, const
     ptx::wgmma_commit();
   };
   const auto release = [&](uint32_t slot) {
+    __syncwarp();  // every lane has read the stage's codes and factors
     if (shell.lane < 2) ptx::barrier_arrive_peer(shell.empty(slot), shell.lane);
   };
 
