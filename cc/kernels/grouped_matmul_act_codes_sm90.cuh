@@ -11,8 +11,8 @@ namespace grouped::sm90 {
 
 struct CodedUpParams : UpParams {
   CodedWeights coded;
-  const float* factors;  // [groups]: scales of groups, or null
-  int32_t codes_boxes;   // of a tile of 4-bit codes
+  const float* factors;     // [groups]: scales of groups, or null
+  int32_t codes_boxes = 0;  // of a tile of 4-bit codes
 };
 
 using ByteUpShape = CodedTileShape<false, kCodedBytesWithActivation.cols, kCodedBytesWithActivation.stages,
