@@ -47,11 +47,13 @@ struct ByteUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, ByteUpShape>, 
   }
 };
 
+using NibbleUpShape = SwappedShape<kSwapped.stages, kSwapped.slots>;
+
 // Codes of 4 bits, which are widened in registers. Rows g of A are gates, or else the tile's first 64
 // columns, and rows g + 8 the linear columns of the same results, or else its second 64.
 template <Pairs kPairs>
-struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, SwappedShape>, CodedBlocks {
-  using Shape = SwappedShape;
+struct NibbleUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, NibbleUpShape>, CodedBlocks {
+  using Shape = NibbleUpShape;
   using Params = CodedUpParams;
   using T = __nv_bfloat16;
   static constexpr bool kGated = kPairs != Pairs::none;

@@ -38,11 +38,14 @@ struct ByteRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, ByteTile>,
   }
 };
 
+using NibbleTile = SwappedShape<kSwapped.stages, kSwapped.slots>;
+static_assert(NibbleTile::kCols == kSwapped.cols);
+
 // Codes of 4 bits, which are widened in registers.
 template <class Out, Major kWeights>
-struct NibbleRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, SwappedShape>,
-                           CodedBoxes<true, kWeights, SwappedShape::kCols> {
-  using Shape = SwappedShape;
+struct NibbleRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, NibbleTile>,
+                           CodedBoxes<true, kWeights, NibbleTile::kCols> {
+  using Shape = NibbleTile;
   using Params = CodedRowsParams;
   static constexpr ColumnOrder kOrder = ColumnOrder::neighbours;
   static constexpr int kRowsBox = kSwappedRowsBox, kLinesBox = kWeights == Major::k ? Shape::kCols : kBlockK;
@@ -72,7 +75,7 @@ struct NibbleRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, SwappedShap
   }
 
   static __device__ auto slots(const Shell<Shape>& shell, int warp) {
-    return typename SwappedOut<Out, kWeights>::Slots(shell.slots(0).base, warp);
+    return typename SwappedOut<NibbleTile, Out, kWeights>::Slots(shell.slots(0).base, warp);
   }
   template <class Slots_>
   static __device__ void store_swapped(const Params& p, const Work& work, int warp, float (&acc)[kSwappedRows / 2],
@@ -90,7 +93,7 @@ void launch_coded_major(const GroupedMatmul& call, CodedRowsParams p, void* stre
   p.lhs = map_of_rows(call.lhs, Product::kRowsBox);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length, Product::kRowsBox);
   if constexpr (kNibbles) {
-    map_result(call, &p, SwappedOut<Out, kWeights>::kCols, SwappedOut<Out, kWeights>::kRows);
+    map_result(call, &p, SwappedOut<NibbleTile, Out, kWeights>::kCols, SwappedOut<NibbleTile, Out, kWeights>::kRows);
     launch_rows_product<Product>(swapped_product_sm90<Product>, p, stream);
   } else {
     map_result(call, &p);

@@ -5,22 +5,21 @@
 #include "cc/device/sm90/coded_weights.cuh"
 #include "cc/device/sm90/layout_swapped.cuh"
 #include "cc/device/sm90/pipeline.cuh"
-#include "cc/dispatch/tiles_sm90.h"
 
 namespace grouped::sm90 {
 
 // 256 rows by 128 columns. A stage holds rows, codes or else bf16 weights of a low-rank product, factors.
 constexpr int kSwappedSlotBytes = 1024;
-using SwappedShell = ShellShape<6 * kBlockBytes + kFactorBytes, kSwapped.stages, kSwapped.slots, kSwappedSlotBytes>;
-struct SwappedShape : SwappedShell {
-  static constexpr int kCols = kSwapped.cols, kSets = 0;
-  static_assert(kCols == 2 * kSwappedCols);
+template <int kStages_, int kSlots_>
+struct SwappedShape : ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlots_, kSwappedSlotBytes> {
+  using Base = ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlots_, kSwappedSlotBytes>;
+  static constexpr int kCols = 2 * kSwappedCols, kSets = 0;
   // In a stage. Second factors lie behind codes, in bytes that a low-rank product's weights take in other blocks.
   static constexpr int kCodesAt = 4 * kBlockBytes, kCodesBytes = kCols * 32, kSecondAt = kCodesAt + kCodesBytes;
   static constexpr int kFactorsAt = 6 * kBlockBytes;
   // Two words for each stage: whether the first and the second 64 columns have second factors.
-  static constexpr int kSecondUsedAt = SwappedShell::kSharedBytes;
-  static constexpr int kSharedBytes = kSecondUsedAt + 8 * kStages;
+  static constexpr int kSecondUsedAt = Base::kSharedBytes;
+  static constexpr int kSharedBytes = kSecondUsedAt + 8 * kStages_;
   static_assert(kSharedBytes <= kSharedLimit);
 
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;

@@ -73,18 +73,18 @@ __device__ inline void swapped_row_scales(const float* of_rows, const Work& work
 }
 
 // Slots of results: of 16 neighbouring columns, which are one warp's, or of 32 that two warps share.
-template <class Out, Major kMajor>
+template <class Shape, class Out, Major kMajor>
 struct SwappedOut {
   static constexpr int kWarps = kMajor == Major::k ? 1 : 2, kCols = 16 * kWarps;
   static constexpr int kBytes = kSwappedSlotBytes * kWarps, kRows = kBytes / (kCols * int(sizeof(Out)));
-  using Slots = SharedSlots<kWarps, kSwapped.slots, kBytes>;
+  using Slots = SharedSlots<kWarps, Shape::kSlots, kBytes>;
 };
 
 // Ends and stores a warp's 16 columns of a tile: bias, row scale, one rounding.
 template <class Product, class Bias, class Out, class Params, class Slots_>
 __device__ inline void store_swapped_tile(const Params& p, const Work& work, int warp, float (&acc)[kSwappedRows / 2],
                                           Slots_& slots) {
-  using At = SwappedOut<Out, Product::kRhsMajor>;
+  using At = SwappedOut<typename Product::Shape, Out, Product::kRhsMajor>;
   const int lane = threadIdx.x % 32, t = lane % 4;
   const int col0 = work.col0 + warp / At::kWarps * At::kCols, cols = p.cols - col0;
   if (cols <= 0) return;
