@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ SECONDS = 120
 """Until processes that wait for each other are ended: a busy machine takes a while to import JAX twice."""
 
 PROGRAM = """
-import os, sys
+import os, pathlib, sys, time
 import jax
 process, port = int(sys.argv[1]), sys.argv[2]
 timeouts = {"initialization_timeout": 60, "heartbeat_timeout_seconds": 10}
@@ -55,8 +56,12 @@ for name, (a, e) in pairs.items():
 assert int(dropped) == 0
 print("the same bits", flush=True)
 if sys.argv[4] == "one dies":
+    done = pathlib.Path(sys.argv[5])  # the other process has its results and needs this one no more
     if process == 1:
+        while not done.exists():
+            time.sleep(0.05)
         os._exit(1)
+    done.touch()
     try:
         jax.block_until_ready(results(spread, {name: split(name, array) for name, array in whole.items()}))
     except jax.errors.JaxRuntimeError as error:
@@ -65,8 +70,8 @@ if sys.argv[4] == "one dies":
 """
 
 
-def run(transport: str, what: str) -> list[tuple[str, str, int]]:
-    """Output, errors and exit code of both processes, which must end in time."""
+def run(transport: str, what: str, folder: Path) -> list[tuple[str, str, int]]:
+    """Output, errors and exit code of both processes, which must end in time and may meet in `folder`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -74,7 +79,7 @@ def run(transport: str, what: str) -> list[tuple[str, str, int]]:
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(process), port, transport, what],
+            [sys.executable, "-c", PROGRAM, str(process), port, transport, what, str(folder / "done")],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
@@ -91,16 +96,16 @@ def run(transport: str, what: str) -> list[tuple[str, str, int]]:
 
 
 @pytest.mark.rule("LYR-9", "LYR-11")
-def test_two_processes() -> None:
-    for out, errors, code in run("ragged_all_to_all", "both live"):
+def test_two_processes(tmp_path: Path) -> None:
+    for out, errors, code in run("ragged_all_to_all", "both live", tmp_path):
         assert code == 0, f"a process failed with {code}:\n{errors}"
         assert "the same bits" in out
 
 
 @pytest.mark.rule("LYR-9", "LYR-11")
-def test_a_process_that_dies_is_an_error_and_not_a_hang() -> None:
+def test_a_process_that_dies_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     """Until then both have the results of one process, with the other transport."""
-    (out, errors, code), (last, _, dead) = run("all_to_all", "one dies")
+    (out, errors, code), (last, _, dead) = run("all_to_all", "one dies", tmp_path)
     assert "the same bits" in out, errors
     assert "the same bits" in last
     assert dead == 1
