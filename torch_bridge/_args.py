@@ -42,7 +42,7 @@ from grouped_core.routing_spec import check_by_row
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._cache import Cache
-from torch_bridge._checks import MLP_NAMES, NAMES, ROUTED_NAMES, check_operand, refuse_transforms
+from torch_bridge._checks import MLP_NAMES, NAMES, ROUTED_NAMES, check_memory, check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import FactsCache
 from torch_bridge._scaling import Scaling
@@ -641,6 +641,7 @@ def _check_rows(operation: str, name: str, rows: Any, first: Tensor) -> None:
             check_operand(name, part, first)
         return
     check_operand(name, rows, first)
+    check_memory(name, rows)
     check_rank(operation, "x", name, rows.shape)
 
 
@@ -663,10 +664,11 @@ def check_members(
 
     Raises:
         TypeError: not a tensor, or a list of mixed dtypes. ValueError: an empty list, members of different shapes, a
-            wrong number of axes, another device, or not contiguous.
+            wrong number of axes, another device, not contiguous, or without memory.
     """
     if isinstance(value, Tensor):
         check_operand(name, value, x)
+        check_memory(name, value)
         ranks.check_rank(*kind, name, value.shape, transposed=transposed)
         return
     if not isinstance(value, (list, tuple)):
@@ -678,6 +680,7 @@ def check_members(
         raise ValueError(f"`{name}`: an empty list, expected one tensor per group; pass at least one.")
     for index, member in enumerate(value):
         check_operand(f"{name}[{index}]", member, x)
+        check_memory(f"{name}[{index}]", member)
         ranks.check_member(*kind, f"{name}[{index}]", member.shape, transposed=transposed)
         if member.shape != value[0].shape:
             raise ValueError(

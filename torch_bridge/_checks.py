@@ -47,6 +47,18 @@ def check_layout(name: str, value: Tensor) -> None:
     raise ValueError(f"`{name}`: {came}, expected a plain dense tensor; convert it, e.g. with `.to_dense()`.")
 
 
+def check_memory(name: str, value: Tensor) -> None:
+    """Refuses a plain tensor whose elements have no memory. Raises ValueError."""
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.nbytes == 0:
+        return
+    if value._is_zerotensor():
+        raise ValueError(f"`{name}`: a zero tensor without memory, expected elements; pass `torch.zeros_like` of it.")
+    if value.untyped_storage().nbytes() == 0:
+        raise ValueError(
+            f"`{name}`: its storage is empty, expected elements; gather or restore a sharded parameter first."
+        )
+
+
 def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Host integers as a tensor on `device`, without a synchronisation or a copy from pageable memory."""
     if device.type == "cpu":

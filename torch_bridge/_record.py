@@ -456,8 +456,8 @@ def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
         check_operand(name, each, first)
     if facts is None:
         raise ValueError(
-            "operands of a torch_bridge operator: tensors without memory, or a list of mixed ones, expected plain "
-            "tensors; call grouped_linear, which reports the argument that is wrong."
+            "operands of a torch_bridge operator: tensors without memory (an empty storage), or a list of mixed ones, "
+            "expected plain tensors; call grouped_linear, which reports the argument that is wrong."
         )
     return first.device
 

@@ -160,9 +160,11 @@ Exchange::Exchange(nb::handle tensor_type, nb::handle plain_subclass, nb::handle
 
 bool Exchange::view(PyObject* object, DlTensor* out) const {
   if (!plain(Py_TYPE(object))) return false;
-  if (table_->view(object, out) == 0) return true;
-  PyErr_Clear();
-  return false;
+  if (table_->view(object, out) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  return out->data != nullptr || bytes_of(*out) == 0;  // elements without memory: a zero tensor of autograd
 }
 
 DlTensor Exchange::read(PyObject* object) const {

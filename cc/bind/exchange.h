@@ -40,9 +40,9 @@ class Exchange {
   // Throws std::invalid_argument for what is no tensor in plain memory.
   DlTensor read(PyObject* object) const;
 
-  // Appends everything that planning looks at, of operands: equal bytes, equal plans and workspaces. Bits that the
-  // dispatcher resolves (negated, zero tensors) are not seen, so launches stand inside operators. False where something
-  // is not in plain memory, not contiguous, or not on the one device of the others.
+  // Appends everything that planning looks at, of operands: equal bytes, equal plans and workspaces. A negative bit is
+  // not seen; PyTorch sets it on strided views of complex numbers, which are refused. False where something is not in
+  // plain memory (a zero tensor has none), not contiguous, or not on the one device of the others.
   // `addresses` gets those of the operands.
   bool append_facts(const std::vector<PyObject*>& operands, std::string* text, Addresses* addresses) const;
 

@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,12 +74,18 @@ def test_facts_are_shapes_dtypes_and_nothing_of_the_values() -> None:
     assert None not in others
 
 
+def _zero_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """What autograd makes in place of zeros: it has elements, and no memory."""
+    return torch._efficientzerotensor(tuple(shape), dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+
+
 @pytest.mark.parametrize(
     "operand",
     [
         torch.zeros(4, 3).t(),
         torch.zeros(3, 8)[:, ::2],
         torch.zeros(3, 4, device="meta"),
+        _zero_tensor((3, 4)),
         torch.eye(3).to_sparse(),
         [torch.zeros(4), torch.zeros(5)],
         [torch.zeros(4), torch.zeros(4, dtype=torch.int32)],
@@ -528,6 +534,26 @@ def test_operators_refuse_what_kernels_cannot_read() -> None:
             operator([square.t(), *t.w.clone(), t.sizes], *facts)
         with asserts.refused(ValueError, ["operator", "mixed", "grouped_linear"]):
             operator([square, t.w[0].clone(), t.w[1, :8].clone(), *t.w[2:].clone(), t.sizes], *facts)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_tensors_without_memory_are_refused_also_after_a_call_that_ran(listed: bool) -> None:
+    t = small()
+    w = list(t.w.clone().unbind()) if listed else t.w.clone()
+    name = "`weight[1]`" if listed else "`weight`"
+    grouped_linear(t.x, w, t.sizes)
+    one = w
+    if isinstance(w, list):
+        one = w[1] = w[1].clone()
+    assert isinstance(one, Tensor)
+    one.untyped_storage().resize_(0)
+    with asserts.refused(ValueError, [name, "storage is empty", "restore"]):
+        grouped_linear(t.x, w, t.sizes)
+    zeros = _zero_tensor(t.w.shape, t.w.dtype)
+    with asserts.refused(ValueError, ["`weight", "zero tensor", "zeros_like"]):
+        grouped_linear(t.x, list(zeros.unbind()) if listed else zeros, t.sizes)
+    with asserts.refused(ValueError, ["`x`", "zero tensor", "zeros_like"]):
+        grouped_linear(_zero_tensor(t.x.shape, t.x.dtype), t.w, t.sizes)
 
 
 def test_tensors_of_other_types_run() -> None:
