@@ -24,6 +24,7 @@ PRODUCTS = (
     ("forward", ("nvfp4", "nvfp4_2d")),
     ("forward", ("bf16", "mxfp8")),
     ("forward", ("bf16", "mxfp4")),
+    ("dgrad", ("bf16", "mxfp4")),
     ("wgrad", ("mxfp8", "mxfp8")),
     ("wgrad", ("nvfp4", "nvfp4")),
 )

@@ -53,11 +53,12 @@ def arrays_of(slot: str, spec: OperandSpec) -> dict[str, torch.Tensor]:
 
 
 def specs(case: cases.Case, product: str, formats: tuple[str, str]) -> tuple[OperandSpec, OperandSpec]:
-    """Specs of the operands of `forward` (weights [G, N, K]) or `wgrad`."""
+    """Specs of the operands of `forward`, `dgrad` (weights [G, N, K] in either, quantised along K) or `wgrad`."""
     g = case.groups
     if product == "wgrad":
         return spec_of(formats[0], (case.rows, case.k), 0, g), spec_of(formats[1], (case.rows, case.n), 0, g)
-    return spec_of(formats[0], (case.rows, case.k), 1, g), spec_of(formats[1], (g, case.n, case.k), 2, g)
+    inner = case.n if product == "dgrad" else case.k
+    return spec_of(formats[0], (case.rows, inner), 1, g), spec_of(formats[1], (g, case.n, case.k), 2, g)
 
 
 def thunk(
@@ -66,7 +67,7 @@ def thunk(
     """Returns (a thunk over `sets` sets of operands, the name of the kernel that runs)."""
     lhs, rhs = specs(case, product, formats)
     sizes = torch.tensor(case.sizes, dtype=torch.int32, device="cuda")
-    axes = (0, 0) if product == "wgrad" else (1, 2)
+    axes = {"forward": (1, 2), "dgrad": (1, 1), "wgrad": (0, 0)}[product]
     size_spec = ArraySpec((case.groups,), "int32")
     call = calls.grouped_matmul(lhs, rhs, axes, size_spec, result, recipe=BF16, implementation=kernel)
     plan = plans.attempt(call, _native.device_arch(0))

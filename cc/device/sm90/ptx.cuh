@@ -111,15 +111,6 @@ __device__ inline void barrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// ---- bytes ----
-// Four of the bytes of two words, a digit of `selector` each: its low three bits name the byte, the fourth one asks for
-// eight times its sign instead. __byte_perm takes the low three bits alone.
-__device__ inline uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector) {
-  uint32_t chosen;
-  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(chosen) : "r"(low), "r"(high), "r"(selector));
-  return chosen;
-}
-
 // ---- bulk tensor copies ----
 struct Coords {
   int32_t c[4];

@@ -8,6 +8,7 @@
 #include "cc/device/sm90/few_rows.cuh"
 #include "cc/device/sm90/layout_codes.cuh"
 #include "cc/device/sm90/ptx.cuh"
+#include "cc/math/code_pairs.h"
 
 namespace grouped::sm90 {
 
@@ -119,13 +120,13 @@ struct ScaleReader {
         }
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
-          codes[slab][r] = ptx::choose_bytes(words[slab], words[slab + 1], selector[r]);
+          codes[slab][r] = pairs::chosen_bytes(words[slab], words[slab + 1], selector[r]);
         }
       } else if constexpr (kScale == Scale::e4m3) {
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
           const uint32_t low = ptx::load_shared_word(at + 8 * slab), high = ptx::load_shared_word(at + 8 * slab + 4);
-          codes[slab][r] = ptx::choose_bytes(low, high, selector[r]);
+          codes[slab][r] = pairs::chosen_bytes(low, high, selector[r]);
         }
       } else {
         codes[0][r] = 0;
