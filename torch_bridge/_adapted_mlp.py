@@ -7,7 +7,6 @@ Letters: G groups, M rows, T tokens, k experts per token, K hidden size of the m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from grouped_core.quantizing import NO_MEASURES
 from grouped_core.routing import Order
 from torch_bridge import _saved
 from torch_bridge._args import Arguments
-from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved, rows_of_tokens
+from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved, rows_of_tokens
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import ROUTED_NAMES
 from torch_bridge._gradients import WeightGradient, with_forms
@@ -33,7 +32,7 @@ from torch_bridge._lora_args import (
     adapted_routed_arguments,
 )
 from torch_bridge._operators import call_prepared, define
-from torch_bridge._record import Prepared, Rule, prepare
+from torch_bridge._record import Rule, prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import rows_spec
 from torch_bridge.sizes import every_row
@@ -287,43 +286,21 @@ _ROUTED_FIRST = define(
 # Forward and backward
 
 
-@dataclass(slots=True, eq=False)
-class _Facts:
-    """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
-
-    Attributes:
-        keep: what backward reads. forward, at_hidden, first: the operators; the last is None if nothing needs the
-            gradient of the hidden rows.
-    """
-
-    op: AdaptedMlp
-    specs: AdaptedSpecs
-    needs: LoraMlpNeeds
-    training: bool
-    keep: Kept
-    forward: Prepared
-    at_hidden: Prepared
-    first: Prepared | None
-
-
 def _facts(
     forward: Rule, at_hidden: Rule, first: Rule, op: AdaptedMlp, specs: AdaptedSpecs, needs: LoraMlpNeeds
-) -> _Facts:
+) -> Facts:
     base, adapters = op
     of_base: MlpSpecs = specs.base
     has = [each is not None for each in (of_base.probs, of_base.wi_bias, of_base.wo_bias)]
     keep = lora_mlp.kept(base, adapters, needs, *has)
     static = AdaptedMlpGrads(base, adapters, of_base, needs)
-    through = needs_dh(lora_mlp.base_needs(adapters, needs))
-    return _Facts(
-        *(op, specs, needs, any(needs), keep),
-        forward=prepare(forward, AdaptedMlpForward(base, adapters, needs)),
-        at_hidden=prepare(at_hidden, static),
-        first=prepare(first, static) if through else None,
-    )
+    stages = (at_hidden, first) if needs_dh(lora_mlp.base_needs(adapters, needs)) else (at_hidden,)
+    backward = tuple([prepare(stage, static) for stage in stages])
+    products, forward_stage = lora_mlp.products(*op), prepare(forward, AdaptedMlpForward(base, adapters, needs))
+    return Facts(op, specs, needs, any(needs), keep, products, forward_stage, backward)
 
 
-def _weights_of(given: Arguments, facts: _Facts, scaling: Scaling) -> list[Any]:
+def _weights_of(given: Arguments, facts: Facts, scaling: Scaling) -> list[Any]:
     """Both frozen weights, with the quantised forms that their layers keep."""
     weights = [each for _, each in given.base]
     if given.caches == (None, None):
@@ -339,7 +316,7 @@ def _weights_of(given: Arguments, facts: _Facts, scaling: Scaling) -> list[Any]:
 
 
 def _forward(
-    given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
+    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     wi, wo = _weights_of(given, facts, scaling)
     (wi_bias, wo_bias), sizes, probs, keep = given.biases, given.sizes, given.row_scale, facts.keep
@@ -373,7 +350,7 @@ def _kept_biases(given: Arguments, keep: Kept) -> tuple[Any, Any]:
 
 
 def _forward_of_tokens(
-    given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
+    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     x: Any = given.x
     wi, wo = _weights_of(given, facts, scaling)
@@ -394,7 +371,7 @@ def _forward_of_tokens(
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
     """Both stages, each followed by the gradients of A and B. Operands are freed once no launch reads them."""
-    facts: _Facts = saved.facts
+    facts = saved.facts
     of_rows = facts.op.base.keeps_rows
     x, h, z, *kept[:] = kept
     sizes, *order = [kept.pop(0) for _ in range(1 if of_rows else 3)]
@@ -406,26 +383,26 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     rows = (again, h, z, wi, wo, sizes, *order, probs, wi_bias, wo_bias, dy)
     operands = [(*rows, u_wi, u_wo, b_wi, a_wo, b_wo, key, extras)]  # those of _HiddenOperands
     del rows, again, h, z, wo, u_wo, dy
-    dp, db2, dh, of_dh, *grads = call_prepared(facts.at_hidden, operands, saved.rows)
+    dp, db2, dh, of_dh, *grads = call_prepared(facts.backward[0], operands, saved.rows)
     _deliver(saved, sizes, 1, PairGrads(*grads), deliver)
     del grads
     dx = db1 = None
-    if facts.first is not None:
+    if len(facts.backward) > 1:
         buffer, extras = grad_input if needs.x else None, scaling.extras(1, BACKWARD, scaling_key, training=True)
         operands = [(x, wi, sizes, *order, dh, of_dh, u_wi, a_wi, b_wi, key, buffer, extras)]  # those of _FirstOperands
         del x, wi, dh, of_dh, u_wi
-        dx, db1, *grads = call_prepared(facts.first, operands, saved.rows)
+        dx, db1, *grads = call_prepared(facts.backward[1], operands, saved.rows)
         _deliver(saved, sizes, 0, PairGrads(*grads), deliver)
     return dx, dp, (db1, db2)
 
 
 def _deliver(saved: Saved, sizes: Tensor, at: int, grads: PairGrads, deliver: Deliver) -> None:
     """The gradients of A and B of product `at`."""
-    facts: _Facts = saved.facts
+    facts = saved.facts
     needs = facts.needs[1 + 2 * at : 3 + 2 * at]
     pairs = ((grads.rows_a, grads.dy_a), (grads.rows_b, grads.dy_b))
     for factor, (needed, (rows, dy)) in enumerate(zip(needs, pairs, strict=True), start=2 * at):
-        product, spec = lora_mlp.products(*facts.op)[factor], facts.specs.factors[factor]
+        product, spec = facts.products[factor], facts.specs.factors[factor]
         if needed and product is not None:
             deliver(factor, WeightGradient(product, spec, rows, dy, sizes, saved.rows))
 
@@ -434,10 +411,6 @@ def _needs(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]
     a_wi, b_wi, a_wo, b_wo = weights
     wi_bias, wo_bias = biases
     return LoraMlpNeeds(x, a_wi, b_wi, a_wo, b_wo, probs, wi_bias, wo_bias)
-
-
-def _weight_dtypes(op: AdaptedMlp, specs: AdaptedSpecs) -> tuple[str, ...]:
-    return tuple(["float32" if each is None else each.dtype for each in specs.factors])
 
 
 ADAPTED_MLP = Operation(
@@ -449,7 +422,6 @@ ADAPTED_MLP = Operation(
     check=adapted_mlp_arguments,
     needs=_needs,
     facts=partial(_facts, _FORWARD, _AT_HIDDEN, _FIRST),
-    weight_dtypes=_weight_dtypes,
     forward=_forward,
     backward=_backward,
 )
@@ -462,7 +434,6 @@ ADAPTED_ROUTED = Operation(
     check=adapted_routed_arguments,
     needs=_needs,
     facts=partial(_facts, _ROUTED_FORWARD, _ROUTED_AT_HIDDEN, _ROUTED_FIRST),
-    weight_dtypes=_weight_dtypes,
     forward=_forward_of_tokens,
     backward=_backward,
     count=rows_of_tokens,

@@ -5,8 +5,6 @@ Letters: G groups, M rows, K in, N out, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +13,15 @@ from torch import Tensor
 from grouped_core import gradients, lora, quantizing
 from grouped_core.gradients import LinearSpecs
 from grouped_core.linear_spec import Linear
-from grouped_core.lora import Adapter, Kept, LoraNeeds
+from grouped_core.lora import Adapter, LoraNeeds
 from torch_bridge import _saved
 from torch_bridge._args import Arguments
-from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._gradients import WeightGradient, with_forms
 from torch_bridge._lora_args import LORA_NAMES, Adapted, AdaptedSpecs, adapted_arguments
 from torch_bridge._operators import call, call_prepared, define
-from torch_bridge._record import Prepared, prepare
+from torch_bridge._record import prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 
 NAME = "grouped_linear_lora"
@@ -160,34 +158,18 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 # Forward and backward
 
 
-@dataclass(slots=True, eq=False)
-class _Facts:
-    """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
-
-    Attributes:
-        keep: what backward reads. forward, main: the operators.
-    """
-
-    op: Adapted
-    specs: AdaptedSpecs
-    needs: LoraNeeds
-    training: bool
-    keep: Kept
-    forward: Prepared
-    main: Prepared
-
-
-def _facts(op: Adapted, specs: AdaptedSpecs, needs: LoraNeeds) -> _Facts:
+def _facts(op: Adapted, specs: AdaptedSpecs, needs: LoraNeeds) -> Facts:
     base, adapter = op
     _, _, bias, row_scale = specs.base
     keep = lora.kept(base, needs, bias is not None, row_scale is not None)
     forward = prepare(_FORWARD, AdaptedForward(base, adapter, needs))
     main = prepare(_MAIN_GRADS, AdaptedMainGrads(base, adapter, specs.base, needs))
-    return _Facts(op, specs, needs, any(needs), keep, forward, main)
+    products = (adapter.down(base), adapter.up(base))
+    return Facts(op, specs, needs, any(needs), keep, products, forward, (main,))
 
 
 def _forward(
-    given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
+    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     (a, b), (bias,), (cache,) = given.weights, given.biases, given.caches
     ((_, weight),) = given.base
@@ -210,26 +192,18 @@ def _forward(
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
     x, u, sizes, row_scale, weight, a, b, bias, key, scaling_key = kept
     kept.clear()
-    facts: _Facts = saved.facts
-    (base, adapter), needs, factors = facts.op, facts.needs, facts.specs.factors
+    facts = saved.facts
+    needs, (down, up), factors = facts.needs, facts.products, facts.specs.factors
     extras = saved.scaling.extras(1, BACKWARD, scaling_key, training=True)
     buffer = grad_input if needs.x else None
     operands = [(x, weight, u, a, b, sizes, bias, row_scale, dy, key, buffer, extras)]  # those of AdaptedGradOperands
     del x, weight, u, dy  # so that they are freed once no launch reads them
-    dx, db, dc, rows_a, dy_a, rows_b, dy_b = call_prepared(facts.main, operands, saved.rows)
+    dx, db, dc, rows_a, dy_a, rows_b, dy_b = call_prepared(facts.backward[0], operands, saved.rows)
     if needs.a:
-        deliver(0, WeightGradient(adapter.down(base), factors[0], rows_a, dy_a, sizes, saved.rows))
+        deliver(0, WeightGradient(down, factors[0], rows_a, dy_a, sizes, saved.rows))
     if needs.b:
-        deliver(1, WeightGradient(adapter.up(base), factors[1], rows_b, dy_b, sizes, saved.rows))
+        deliver(1, WeightGradient(up, factors[1], rows_b, dy_b, sizes, saved.rows))
     return dx, dc, (db,)
-
-
-def _needs(x: bool, weights: Sequence[bool], row_scale: bool, biases: Sequence[bool]) -> LoraNeeds:
-    return LoraNeeds(x, weights[0], weights[1], biases[0], row_scale)
-
-
-def _weight_dtypes(op: Adapted, specs: AdaptedSpecs) -> tuple[str, ...]:
-    return tuple([each.dtype for each in specs.factors])
 
 
 ADAPTED = Operation(
@@ -239,9 +213,8 @@ ADAPTED = Operation(
     places=(8, 9),
     scale_place=5,
     check=adapted_arguments,
-    needs=_needs,
+    needs=lambda x, weights, row_scale, biases: LoraNeeds(x, weights[0], weights[1], biases[0], row_scale),
     facts=_facts,
-    weight_dtypes=_weight_dtypes,
     forward=_forward,
     backward=_backward,
 )

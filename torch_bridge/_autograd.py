@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from torch_bridge._gradients import (
     WeightGradient,
     check_listed_once,
     once_differentiable,
-    route_of,
 )
+from torch_bridge._record import Prepared
 from torch_bridge._scaling import Scaling, with_copied_scales
-from torch_bridge._tensors import Form, Layout, pack, unpack
+from torch_bridge._tensors import Form, Layout, Layouts, pack, unpack
 
 Owners = tuple[Owner | None, ...]
 """For each product, the parameters and queue of the module that owns its weight, or None."""
@@ -38,31 +38,34 @@ Deliver = Callable[[int, WeightGradient], None]
 """(product, gradient of its weight) -> None."""
 
 
-class Facts(Protocol):
-    """What follows from checked arguments and from the gradients that are needed; each operation has its own class.
+@dataclass(slots=True, eq=False)
+class Facts:
+    """What follows from checked arguments and from the gradients that are needed.
 
     Attributes:
-        op: the operation. specs: the specs of its operands. needs: the gradients to compute.
-        training: whether there are any.
+        op: the operation. specs: the specs of its operands. needs: the gradients to compute. training: whether there
+            are any. keep: what backward reads. They have the classes that the rules of the operation take.
+        products: the product with each weight, as a linear operation, or None for an absent weight.
+        forward, backward: the operator of forward, and those of the stages of backward that are needed.
     """
 
-    @property
-    def op(self) -> Any: ...
-    @property
-    def specs(self) -> Any: ...
-    @property
-    def needs(self) -> Any: ...
-    @property
-    def training(self) -> bool: ...
+    op: Any
+    specs: Any
+    needs: Any
+    training: bool
+    keep: Any
+    products: tuple[Any, ...]
+    forward: Prepared
+    backward: tuple[Prepared, ...]
 
 
 @dataclass(slots=True, eq=False)
 class Saved:
     """What forward hands to backward besides tensors; `layouts`: of the saved operands, `rows`: M."""
 
-    facts: Any
+    facts: Facts
     scaling: Scaling
-    layouts: tuple[Any, ...]
+    layouts: Layouts
     rows: Any
 
 
@@ -96,7 +99,6 @@ class Operation:
         check: (all arguments, caches of layers) -> checked arguments.
         needs: (x, each weight, row scale, each bias) -> the gradients to compute, as the rules take them.
         facts: (operation, specs of its operands, needs) -> what follows from them.
-        weight_dtypes: (operation, specs of its operands) -> dtypes of the weight gradients, as specs name them.
         forward: (arguments, facts, scaling, M, out) -> (the result [M, N], the operands that backward reads).
         backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> the other gradients. It removes operands
             from the list, so that rows are freed as soon as they are no longer read.
@@ -111,8 +113,7 @@ class Operation:
     check: Callable[..., Arguments]
     needs: Callable[[bool, Sequence[bool], bool, Sequence[bool]], Any]
     facts: Callable[[Any, Any, Any], Facts]
-    weight_dtypes: Callable[[Any, Any], tuple[str, ...]]
-    forward: Callable[[Arguments, Any, Scaling, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
+    forward: Callable[[Arguments, Facts, Scaling, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
     backward: Callable[[Saved, list[Any], Any, Tensor | None, Deliver], MainGradients]
     count: Callable[[Arguments], Any] = _rows_of_x
 
@@ -140,21 +141,24 @@ def differentiable(
         needed = tuple([each is not None and each.requires_grad for each in receivers])
         if elsewhere:
             receivers, needed = _with_stand_ins(given, receivers, needed)
-    checked = given.checked
-    asked: Asked = checked.asked.get(needed) or _ask(operation, checked, needed)
-    facts = asked.facts
+    facts, rest = given.checked.asked.get(needed) or _ask(operation, given.checked, needed)
     if not facts.training:
         y, _ = operation.forward(given, facts, given.scaling, operation.count(given), out)
         return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
-    rest = asked.rest
     if elsewhere:
-        nothing = (None,) * len(operation.weights)
-        owners = owners or nothing
-        products = zip(operation.weights, given.leaves, owners, given.accumulators, strict=True)
+        owners = owners or (None,) * len(rest.routes)
+        products = [*zip(rest.routes, given.leaves, given.accumulators, owners, strict=True)]
         check_listed_once(
-            *((name, leaves, owner, given.to_main_grad or len(accum) > 0) for name, leaves, owner, accum in products)
+            *[
+                (route.name, leaves, owner, given.to_main_grad or len(accumulators) > 0)
+                for route, leaves, accumulators, owner in products
+            ]
         )
-        routes = _routes_elsewhere(operation, given, asked, owners, overwrite or nothing)
+        replaced = overwrite or (None,) * len(rest.routes)
+        routes = [
+            route.elsewhere(leaves, accumulators, owner, own, to_main_grad=given.to_main_grad)
+            for (route, leaves, accumulators, owner), own in zip(products, replaced, strict=True)
+        ]
         rest = rest._replace(routes=routes, accumulators=given.accumulators)
     if grad_input is not None:
         rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)
@@ -188,22 +192,6 @@ def _with_stand_ins(
     return receivers, tuple(wanted)
 
 
-def _routes_elsewhere(
-    operation: Operation, given: Arguments, asked: Asked, owners: Owners, overwrite: Overwrites
-) -> Sequence[Route]:
-    """The routes of weights if some gradients go to accumulators, or wait."""
-    dtypes = operation.weight_dtypes(asked.facts.op, asked.facts.specs)
-    return [
-        route_of(
-            *(name, given.leaves[at], given.accumulators[at], asked.live[at], dtypes[at]),
-            to_main_grad=given.to_main_grad,
-            owner=owners[at],
-            overwrite=overwrite[at],
-        )
-        for at, name in enumerate(operation.weights)
-    ]
-
-
 class _Rest(NamedTuple):
     """What backward takes besides what forward saves.
 
@@ -221,22 +209,8 @@ class _Rest(NamedTuple):
     for_leaf: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Asked:
-    """What follows from the gradients that are needed.
-
-    Attributes:
-        facts: of the operation. live: for each weight, the tensors that need a gradient.
-        rest: what backward takes if all gradients go to autograd and dx is a new tensor.
-    """
-
-    facts: Any
-    live: tuple[tuple[int, ...], ...]
-    rest: _Rest
-
-
-def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> Asked:
-    """What `checked.asked` has from now on.
+def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> tuple[Facts, _Rest]:
+    """What `checked.asked` has from now on: the facts, and what backward takes if all gradients go to autograd.
 
     Args:
         needed: for each of `Arguments.receivers`, whether it needs a gradient; () if none does.
@@ -249,12 +223,12 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> As
         start += count
     several = [len(each) > 0 for each in live]
     needs = operation.needs(needs_x, several[:weights], needs_scale, several[weights:])
-    facts = operation.facts(checked.op, checked.specs, needs)
     biases = [(*own, some) for own, some in zip(lists[weights:], live[weights:], strict=True)]
     biases = biases if any(count for count, *_ in biases) else ()
     named = zip(operation.weights, lists, live, strict=False)
     routes = [Route(name, count, packed, own) for name, (count, packed), own in named]
-    asked = checked.asked[needed] = Asked(facts, tuple(live[:weights]), _Rest(operation, tuple(biases), routes))
+    facts = operation.facts(checked.op, checked.specs, needs)
+    asked = checked.asked[needed] = facts, _Rest(operation, tuple(biases), routes)
     return asked
 
 

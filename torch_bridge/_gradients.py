@@ -5,6 +5,7 @@ Letters: G groups, M rows, K in, N out.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,12 +20,12 @@ from grouped_core.formats import Format, QTensor
 from grouped_core.linear_spec import Linear
 from grouped_core.products import Cached
 from torch_bridge import main_grad
-from torch_bridge._args import WeightForms, is_packed, leaf_names
+from torch_bridge._args import WeightForms, leaf_names
 from torch_bridge._checks import local
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call_prepared, define
-from torch_bridge._record import Prepared, prepare
+from torch_bridge._record import prepare
 from torch_bridge._scaling import WEIGHT, Scaling
 from torch_bridge._tensors import TORCH_DTYPES, pack
 from torch_bridge.quantized_weight import QuantizedWeight
@@ -41,24 +42,13 @@ class Owner(NamedTuple):
 # The operator
 
 
-class _WeightGrad(NamedTuple):
-    """Static facts: the product, its packed weight, the halves of a weight in two tensors, whether to accumulate."""
+_Static = tuple[Linear, OperandSpec, tuple[int, ...], bool]
+"""Static facts: the product, its packed weight, the halves of a weight in two tensors, whether to accumulate."""
 
-    op: Linear
-    weight: OperandSpec
-    halves: tuple[int, ...]
-    accumulate: bool
+_Operands = namedtuple("_Operands", "rows dy sizes into into_up")
 
 
-class _Operands(NamedTuple):
-    rows: Any
-    dy: Any
-    sizes: Any
-    into: Any
-    into_up: Any
-
-
-def _weight_grad(run: Any, static: _WeightGrad, o: _Operands) -> list[Any]:
+def _weight_grad(run: Any, static: _Static, o: _Operands) -> list[Any]:
     op, weight, halves, accumulate = static
     return [
         gradients.weight_grad(run, op, weight, o.rows, o.dy, o.sizes, into=into, accumulate=accumulate, half=half)
@@ -66,41 +56,22 @@ def _weight_grad(run: Any, static: _WeightGrad, o: _Operands) -> list[Any]:
     ]
 
 
-_WEIGHT_GRAD = define(
-    "weight_grad", _weight_grad, _Operands, _WeightGrad, rows=("rows", "dy"), written=("into", "into_up")
-)
+_WEIGHT_GRAD = define("weight_grad", _weight_grad, _Operands, rows=("rows", "dy"), written=("into", "into_up"))
+
+_TokenOperands = namedtuple("_TokenOperands", "x source scale dy sizes into into_up")
 
 
-@lru_cache(maxsize=1024)
-def _prepared(op: Linear, weight: OperandSpec, halves: tuple[int, ...], accumulate: bool) -> Prepared:
-    return prepare(_WEIGHT_GRAD, _WeightGrad(op, weight, halves, accumulate))
-
-
-class _OfTokens(NamedTuple):
-    """Static facts: those of `_WeightGrad`, and the number of slots per token."""
-
-    of: _WeightGrad
-    slots: int
-
-
-class _TokenOperands(NamedTuple):
-    x: Any
-    source: Any
-    scale: Any
-    dy: Any
-    sizes: Any
-    into: Any
-    into_up: Any
-
-
-def _weight_grad_of_tokens(run: Any, static: _OfTokens, o: _TokenOperands) -> list[Any]:
-    op, weight, _, _ = static.of
-    rows = routed.first_rows(run, op, weight, o.x, o.source, static.slots, o.sizes, o.scale)
-    return _weight_grad(run, static.of, _Operands(rows, o.dy, o.sizes, o.into, o.into_up))
+def _weight_grad_of_tokens(run: Any, static: tuple[_Static, int], o: _TokenOperands) -> list[Any]:
+    facts, slots = static
+    op, weight, _, _ = facts
+    rows = routed.first_rows(run, op, weight, o.x, o.source, slots, o.sizes, o.scale)
+    return _weight_grad(run, facts, _Operands(rows, o.dy, o.sizes, o.into, o.into_up))
 
 
 _WEIGHT_GRAD_OF_TOKENS = define(
-    *("routed_weight_grad", _weight_grad_of_tokens, _TokenOperands, _OfTokens),
+    "routed_weight_grad",
+    _weight_grad_of_tokens,
+    _TokenOperands,
     rows=("dy",),
     written=("into", "into_up"),
     derived=("x", "source"),
@@ -166,13 +137,13 @@ class WeightGradient:
         self._launch((0,), accumulate, into, None)
 
     def _launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
+        facts = (self.op, self.weight, halves, accumulate)
         if self.rows is None and self.tokens is not None:
-            static = _OfTokens(_WeightGrad(self.op, self.weight, halves, accumulate), self.tokens.slots)
-            x, source, _, scale = self.tokens
+            x, source, slots, scale = self.tokens
             operands = (x, source, scale, self.dy, self.sizes, into, into_up)  # those of _TokenOperands
-            return call_prepared(prepare(_WEIGHT_GRAD_OF_TOKENS, static), operands, self.count)
+            return call_prepared(prepare(_WEIGHT_GRAD_OF_TOKENS, (facts, slots)), operands, self.count)
         operands = (self.rows, self.dy, self.sizes, into, into_up)  # those of _Operands
-        return call_prepared(_prepared(self.op, self.weight, halves, accumulate), operands, self.count)
+        return call_prepared(prepare(_WEIGHT_GRAD, facts), operands, self.count)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that it keeps alive."""
@@ -195,7 +166,6 @@ class Route:
         accumulators: () if `main_grad` of the owners is used. delayed: the queue.
         flags: whether flags of the owners are set after accumulation.
         overwrite: for each tensor, whether its gradient replaces the content; None: ask the owners.
-        dtype: of gradients.
     """
 
     name: str
@@ -207,7 +177,29 @@ class Route:
     delayed: main_grad.Delayed | None = None
     flags: bool = False
     overwrite: tuple[bool, ...] | None = None
-    dtype: torch.dtype = torch.float32
+
+    def elsewhere(
+        self,
+        leaves: Sequence[Tensor],
+        accumulators: Sequence[Tensor | None],
+        owner: Owner | None,
+        overwrite: tuple[bool, ...] | None,
+        *,
+        to_main_grad: bool,
+    ) -> Route:
+        """The same for gradients that go to accumulators, to `main_grad`, or to the queue of the owner.
+
+        Args:
+            leaves: the tensors that receive gradients; () for a quantised weight without a master weight.
+            owner: the module that owns the weight.
+        """
+        delayed = None if owner is None else owner.delayed
+        owners: Sequence[Any] = ()
+        if to_main_grad or len(accumulators) > 0 or delayed is not None:
+            stand_ins = leaves or [each for each in accumulators if each is not None]
+            owners = stand_ins if owner is None else owner.parameters
+        flags = to_main_grad and overwrite is None
+        return Route(self.name, self.parts, self.packed, self.live, owners, accumulators, delayed, flags, overwrite)
 
     def nothing(self) -> list[Tensor | None]:
         """What autograd gets if there is no gradient."""
@@ -240,37 +232,8 @@ class Route:
             flags=self.flags,
             delayed=self.delayed,
             operands=gradient.tensors() if self.delayed is not None else (),
-            dtype=self.dtype,
+            dtype=TORCH_DTYPES[gradient.op.gradient_dtype(gradient.weight)],
         )
-
-
-def route_of(
-    name: str,
-    leaves: Sequence[Tensor],
-    accumulators: Sequence[Tensor | None],
-    live: tuple[int, ...],
-    dtype: str,
-    *,
-    to_main_grad: bool,
-    owner: Owner | None,
-    overwrite: tuple[bool, ...] | None,
-) -> Route:
-    """The route of one weight.
-
-    Args:
-        leaves: the tensors that receive its gradients; () for a quantised weight without a master weight.
-        dtype: of gradients, as specs name it. owner: the module that owns the weight.
-    """
-    stand_ins = leaves or [each for each in accumulators if each is not None]
-    elsewhere = to_main_grad or len(accumulators) > 0
-    delayed = None if owner is None else owner.delayed
-    owners: Sequence[Any] = ()
-    if elsewhere or delayed is not None:
-        owners = stand_ins if owner is None else owner.parameters
-    return Route(
-        *(name, max(1, len(leaves)), not leaves or is_packed(leaves), live, owners, accumulators, delayed),
-        *(to_main_grad and overwrite is None, overwrite, TORCH_DTYPES[dtype]),
-    )
 
 
 def check_listed_once(*products: tuple[str, Sequence[Any], Owner | None, bool]) -> None:

@@ -29,13 +29,14 @@ from torch_bridge._args import (
     check_apart,
     check_buffers,
     check_writable,
+    is_packed,
     mlp_arguments,
 )
 from torch_bridge._autograd import Saved, forward_and_saved, saved_names
 from torch_bridge._checks import MLP_NAMES, check_operand
-from torch_bridge._gradients import WeightGradient, route_of
+from torch_bridge._gradients import Route, WeightGradient
 from torch_bridge._tensors import fixed_spec, parts_of, unpack
-from torch_bridge.mlp import MLP, grouped_mlp, weight_dtypes
+from torch_bridge.mlp import MLP, grouped_mlp
 
 NAMES = MLP_NAMES
 
@@ -154,7 +155,9 @@ def grouped_mlp_bwd_dx(
             None if found is None else found if packed else list(found.unbind())
             for found, packed in zip(of_biases, res.biases, strict=True)
         )
-        dtypes = weight_dtypes(res.saved.facts.op, res.saved.facts.specs)
+        facts, specs = res.saved.facts, res.saved.facts.specs
+        of_weights = zip(facts.products, (specs.wi, specs.wo), strict=True)
+        dtypes = tuple([product.gradient_dtype(spec) for product, spec in of_weights])
         return dx, dp, db1, db2, Deferred(tuple(work), res.weights, dtypes)
 
 
@@ -194,11 +197,11 @@ def grouped_mlp_bwd_dw(
         for at in (1, 0):
             weights, accumulators = d.weights[at], to[at]
             live = tuple([n for n in range(len(weights)) if not accumulators or accumulators[n] is not None])
+            packed, count = not weights or is_packed(weights), max(1, len(weights))
+            route = Route(MLP.weights[at], count, packed, live)
             # The parts always add; attributes of Parameters count only for `wgrad_accum="main_grad"`.
-            adding = (False,) * max(1, len(weights))
-            options: Any = {"to_main_grad": False, "owner": None, "overwrite": adding}
-            route = route_of(MLP.weights[at], weights, accumulators, live, d.dtypes[at], **options)
-            results.append(_in_form(route.deliver(d.work[at]), packed=route.packed))
+            route = route.elsewhere(weights, accumulators, None, (False,) * count, to_main_grad=False)
+            results.append(_in_form(route.deliver(d.work[at]), packed=packed))
     return results[1], results[0]
 
 

@@ -5,9 +5,9 @@ Letters: G groups, M rows, K in, N out.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -20,15 +20,12 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _adapter, _autocast, _saved
 from torch_bridge._args import Arguments, Members, linear_arguments
-from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import NAMES
-from torch_bridge._gradients import (
-    WeightGradient,
-    with_forms,
-)
+from torch_bridge._gradients import WeightGradient, with_forms
 from torch_bridge._operators import call_prepared, define
-from torch_bridge._record import Prepared, prepare
+from torch_bridge._record import prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import StraightThrough
 
@@ -107,79 +104,43 @@ def grouped_linear(
 # Operators
 
 
-class LinearForward(NamedTuple):
-    """Static facts of forward."""
-
-    op: Linear
-    needs: Needs
+_NO_EXTRAS = (quantizing.NO_MEASURES,)
+_ForwardOperands = namedtuple("_ForwardOperands", "x weight sizes bias row_scale out extras")
+"""Operands of forward, in the order of `gradients.linear_forward`."""
 
 
-class LinearOperands(NamedTuple):
-    """Operands of forward."""
-
-    x: Any
-    weight: Any
-    sizes: Any
-    bias: Any
-    row_scale: Any
-    out: Any
-    extras: Any
-
-
-def _extras(o: Any) -> quantizing.Extras:
-    return o.extras[0] if o.extras else quantizing.NO_MEASURES
-
-
-def _forward_rule(run: Any, static: LinearForward, o: LinearOperands) -> tuple[Any, Any, Any]:
-    operands = (o.x, o.weight, o.sizes, o.bias, o.row_scale, o.out)
-    found = gradients.linear_forward(run, static.op, *operands, extras=_extras(o), needs=static.needs)
+def _forward_rule(run: Any, static: tuple[Linear, Needs], o: _ForwardOperands) -> tuple[Any, Any, Any]:
+    op, needs = static
+    (extras,) = o.extras or _NO_EXTRAS
+    found = gradients.linear_forward(run, op, *o[:-1], extras=extras, needs=needs)
     return found.y, found.x, found.w
 
 
 _FORWARD = define(
     "linear",
     _forward_rule,
-    LinearOperands,
-    LinearForward,
+    _ForwardOperands,
     rows=("x", "row_scale", "out"),
     written=("out",),
     most_results=7,  # y, and x and the weight as backward reads them
     notes_sizes=True,
 )
 
-
-class LinearMainGrads(NamedTuple):
-    """Static facts of all gradients except the weight's."""
-
-    op: Linear
-    specs: LinearSpecs
-    needs: Needs
+_GradOperands = namedtuple("_GradOperands", "x weight sizes bias row_scale dy grad_input extras")
+"""Operands of all gradients except the weight's, in the order of `gradients.main_grads`."""
 
 
-class LinearGradOperands(NamedTuple):
-    """Operands of these gradients."""
-
-    x: Any
-    weight: Any
-    sizes: Any
-    bias: Any
-    row_scale: Any
-    dy: Any
-    grad_input: Any
-    extras: Any
-
-
-def _main_grads_rule(run: Any, static: LinearMainGrads, o: LinearGradOperands) -> tuple[Any, ...]:
-    operands = (o.x, o.weight, o.sizes, o.bias, o.row_scale, o.dy)
-    options = {"grad_input": o.grad_input, "extras": _extras(o)}
-    return gradients.main_grads(run, static.op, static.specs, *operands, needs=static.needs, **options)[:5]
+def _main_grads_rule(run: Any, static: tuple[Linear, LinearSpecs, Needs], o: _GradOperands) -> tuple[Any, ...]:
+    op, specs, needs = static
+    *operands, grad_input, extras = o
+    (extras,) = extras or _NO_EXTRAS
+    return gradients.main_grads(run, op, specs, *operands, needs=needs, grad_input=grad_input, extras=extras)[:5]
 
 
 _MAIN_GRADS = define(
     "linear_main_grads",
     _main_grads_rule,
-    LinearGradOperands,
-    LinearMainGrads,
+    _GradOperands,
     rows=("x", "row_scale", "dy", "grad_input"),
     written=("grad_input",),
     most_results=9,  # three gradients, and x and dy as the weight gradient reads them
@@ -190,32 +151,15 @@ _MAIN_GRADS = define(
 # Forward and backward
 
 
-@dataclass(slots=True, eq=False)
-class _Facts:
-    """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
-
-    Attributes:
-        keep: what backward reads. forward, main: the operators.
-    """
-
-    op: Linear
-    specs: LinearSpecs
-    needs: Needs
-    training: bool
-    keep: Needs
-    forward: Prepared
-    main: Prepared
-
-
-def _facts(op: Linear, specs: LinearSpecs, needs: Needs) -> _Facts:
+def _facts(op: Linear, specs: LinearSpecs, needs: Needs) -> Facts:
     _, _, bias, row_scale = specs
     keep = gradients.linear_saved(op, needs, bias is not None, row_scale is not None)
-    forward, main = prepare(_FORWARD, LinearForward(op, needs)), prepare(_MAIN_GRADS, LinearMainGrads(op, specs, needs))
-    return _Facts(op, specs, needs, any(needs), keep, forward, main)
+    forward, main = prepare(_FORWARD, (op, needs)), prepare(_MAIN_GRADS, (op, specs, needs))
+    return Facts(op, specs, needs, any(needs), keep, (op,), forward, (main,))
 
 
 def _forward(
-    given: Arguments, facts: _Facts, scaling: Scaling, m: Any, out: Tensor | None
+    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     (weight,), (bias,), (cache,) = given.weights, given.biases, given.caches
     training, row_scale = facts.training, given.row_scale
@@ -223,7 +167,7 @@ def _forward(
         forms = gradients.cached_forms(facts.op, facts.needs, row_scale is not None)
         weight = with_forms(cache, weight, forms, scaling, 0, training=training)
     extras = scaling.extras(1, FORWARD, None, training=training)
-    operands = (given.x, weight, given.sizes, bias, row_scale, out, extras)  # those of LinearOperands
+    operands = (given.x, weight, given.sizes, bias, row_scale, out, extras)  # those of _ForwardOperands
     y, x, weight = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
@@ -235,23 +179,15 @@ def _forward(
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
     x, sizes, row_scale, weight, bias, key = kept
     kept.clear()
-    facts: _Facts = saved.facts
+    facts = saved.facts
     extras = saved.scaling.extras(1, BACKWARD, key, training=True)
     buffer = grad_input if facts.needs.x else None
-    operands = [(x, weight, sizes, bias, row_scale, dy, buffer, extras)]  # those of LinearGradOperands
+    operands = [(x, weight, sizes, bias, row_scale, dy, buffer, extras)]  # those of _GradOperands
     del x, weight, dy  # so that they are freed once no launch reads them
-    dx, db, dc, rows, of_dy = call_prepared(facts.main, operands, saved.rows)
+    dx, db, dc, rows, of_dy = call_prepared(facts.backward[0], operands, saved.rows)
     if facts.needs.w:
         deliver(0, WeightGradient(facts.op, facts.specs[1], rows, of_dy, sizes, saved.rows))
     return dx, dc, (db,)
-
-
-def _needs(x: bool, weights: Sequence[bool], row_scale: bool, biases: Sequence[bool]) -> Needs:
-    return Needs(x, weights[0], biases[0], row_scale)
-
-
-def _weight_dtypes(op: Linear, specs: LinearSpecs) -> tuple[str, ...]:
-    return (op.gradient_dtype(specs[1]),)
 
 
 LINEAR = Operation(
@@ -261,9 +197,8 @@ LINEAR = Operation(
     places=(1,),
     scale_place=5,
     check=linear_arguments,
-    needs=_needs,
+    needs=lambda x, weights, row_scale, biases: Needs(x, weights[0], biases[0], row_scale),
     facts=_facts,
-    weight_dtypes=_weight_dtypes,
     forward=_forward,
     backward=_backward,
 )

@@ -6,9 +6,10 @@ activations, else F.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -17,20 +18,18 @@ from grouped_core import lora_mlp
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
-from grouped_core.linear_spec import Linear
-from grouped_core.mlp_spec import Kept as KeptOperands
 from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals, kept, needs_dh
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _adapted_mlp, _autocast, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
-from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import MLP_NAMES
 from torch_bridge._gradients import Tokens, WeightGradient, with_forms
 from torch_bridge._operators import call_prepared, define
-from torch_bridge._record import Prepared, Rule, prepare
+from torch_bridge._record import Rule, prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import StraightThrough
 
@@ -113,112 +112,61 @@ def grouped_mlp(
 # Operators
 
 
-class MlpForward(NamedTuple):
-    """Static facts of forward."""
-
-    op: Mlp
-    needs: MlpNeeds
+NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
+_ForwardOperands = namedtuple("_ForwardOperands", "x wi wo sizes probs wi_bias wo_bias out extras")
+"""Operands of forward, in the order of `rules.mlp`; `extras`: of both products."""
 
 
-class MlpOperands(NamedTuple):
-    """Operands of forward; `extras`: of both products."""
-
-    x: Any
-    wi: Any
-    wo: Any
-    sizes: Any
-    probs: Any
-    wi_bias: Any
-    wo_bias: Any
-    out: Any
-    extras: Any
-
-
-_NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
-
-
-def _forward_rule(run: Any, static: MlpForward, o: MlpOperands) -> tuple[Any, ...]:
-    operands = (o.x, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out)
-    extras = o.extras or _NO_EXTRAS
-    return rules.mlp(run, static.op, *operands, needs=static.needs, extras=extras)[:6]
+def _forward_rule(run: Any, static: tuple[Mlp, MlpNeeds], o: _ForwardOperands) -> tuple[Any, ...]:
+    op, needs = static
+    return rules.mlp(run, op, *o[:-1], needs=needs, extras=o.extras or NO_EXTRAS)[:6]
 
 
 _FORWARD = define(
     "mlp",
     _forward_rule,
-    MlpOperands,
-    MlpForward,
+    _ForwardOperands,
     rows=("x", "probs", "out"),
     written=("out",),
     most_results=14,  # y, h, and rows and weights of both products as backward reads them
     notes_sizes=True,
 )
 
+GradFacts = tuple[Mlp, MlpSpecs, MlpNeeds]
+"""Static facts of both stages of backward."""
 
-class MlpGrads(NamedTuple):
-    """Static facts of both stages of backward."""
-
-    op: Mlp
-    specs: MlpSpecs
-    needs: MlpNeeds
+_HiddenOperands = namedtuple("_HiddenOperands", "x h z wi wo sizes probs wi_bias wo_bias dy extras")
+"""Operands of the first stage, which ends at the gradient of the hidden rows, in the order of `rules.at_hidden`."""
 
 
-class HiddenOperands(NamedTuple):
-    """Operands of the first stage, which ends at the gradient of the hidden rows."""
-
-    x: Any
-    h: Any
-    z: Any
-    wi: Any
-    wo: Any
-    sizes: Any
-    probs: Any
-    wi_bias: Any
-    wo_bias: Any
-    dy: Any
-    extras: Any
-
-
-def _hidden_rule(run: Any, static: MlpGrads, o: HiddenOperands) -> tuple[Any, ...]:
-    operands = (o.x, o.h, o.z, o.wi, o.wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.dy)
-    extras = o.extras or _NO_EXTRAS
-    return rules.at_hidden(run, static.op, static.specs, *operands, needs=static.needs, extras=extras)[:6]
+def _hidden_rule(run: Any, static: GradFacts, o: _HiddenOperands) -> tuple[Any, ...]:
+    op, specs, needs = static
+    return rules.at_hidden(run, op, specs, *o[:-1], needs=needs, extras=o.extras or NO_EXTRAS)[:6]
 
 
 _AT_HIDDEN = define(
     "mlp_at_hidden",
     _hidden_rule,
-    HiddenOperands,
-    MlpGrads,
+    _HiddenOperands,
     rows=("x", "h", "z", "probs", "dy"),
     most_results=15,  # three gradients, two forms of dh, and z and dy as the weight gradient reads them
 )
 
-
-class FirstOperands(NamedTuple):
-    """Operands of the second stage, the gradients of the first product; dh and its codes come from the first stage."""
-
-    dh: Any
-    of_dh: Any
-    x: Any
-    wi: Any
-    sizes: Any
-    grad_input: Any
-    extras: Any
+_FirstOperands = namedtuple("_FirstOperands", "dh of_dh x wi sizes grad_input extras")
+"""Operands of the second stage, the gradients of the first product; dh and its codes come from the first stage."""
 
 
-def _first_rule(run: Any, static: MlpGrads, o: FirstOperands) -> tuple[Any, ...]:
-    operands = (o.x, o.wi, o.sizes, o.dh, o.of_dh)
-    options = {"grad_input": o.grad_input, "extras": (o.extras or _NO_EXTRAS)[0]}
-    found = rules.first_product(run, static.op, static.specs, *operands, needs=static.needs, **options)
+def _first_rule(run: Any, static: GradFacts, o: _FirstOperands) -> tuple[Any, ...]:
+    op, specs, needs = static
+    options = {"grad_input": o.grad_input, "extras": (o.extras or NO_EXTRAS)[0]}
+    found = rules.first_product(run, op, specs, o.x, o.wi, o.sizes, o.dh, o.of_dh, needs=needs, **options)
     return found.x, found.bias, found.rows, found.dy
 
 
 _FIRST_PRODUCT = define(
     "mlp_first_product",
     _first_rule,
-    FirstOperands,
-    MlpGrads,
+    _FirstOperands,
     rows=("x", "dh", "of_dh", "grad_input"),
     written=("grad_input",),
     most_results=8,  # two gradients, and x and dh as the weight gradient reads them
@@ -229,45 +177,15 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
-@dataclass(slots=True, eq=False)
-class MlpFacts:
-    """What follows from checked arguments and from the gradients that are needed; see `_autograd.Facts`.
-
-    Attributes:
-        products: both products as linear operations. keep: what backward reads.
-        forward, at_hidden, first_product: the operators; the last is None if nothing needs the gradient of hidden rows.
-    """
-
-    op: Mlp
-    specs: MlpSpecs
-    needs: MlpNeeds
-    training: bool
-    products: tuple[Linear, Linear]
-    keep: KeptOperands
-    forward: Prepared
-    at_hidden: Prepared
-    first_product: Prepared | None
-
-
-def facts_of(
-    op: Mlp, specs: MlpSpecs, needs: MlpNeeds, forward: Rule, at_hidden: Rule, first_product: Rule
-) -> MlpFacts:
-    """The facts of an MLP with these operators."""
+def facts_of(forward: Rule, at_hidden: Rule, first_product: Rule, op: Mlp, specs: MlpSpecs, needs: MlpNeeds) -> Facts:
+    """The facts of an MLP with these operators; the last is left out if nothing needs the gradient of hidden rows."""
     keep = kept(op, needs, specs.probs is not None, specs.wi_bias is not None, specs.wo_bias is not None)
-    grads = MlpGrads(op, specs, needs)
-    return MlpFacts(
-        *(op, specs, needs, any(needs), (op.fc1(), op.fc2()), keep),
-        forward=prepare(forward, MlpForward(op, needs)),
-        at_hidden=prepare(at_hidden, grads),
-        first_product=prepare(first_product, grads) if needs_dh(needs) else None,
-    )
+    stages = (at_hidden, first_product) if needs_dh(needs) else (at_hidden,)
+    backward = tuple([prepare(stage, (op, specs, needs)) for stage in stages])
+    return Facts(op, specs, needs, any(needs), keep, (op.fc1(), op.fc2()), prepare(forward, (op, needs)), backward)
 
 
-def _facts(op: Mlp, specs: MlpSpecs, needs: MlpNeeds) -> MlpFacts:
-    return facts_of(op, specs, needs, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT)
-
-
-def weights_of(given: Arguments, facts: MlpFacts, scaling: Scaling) -> tuple[Any, Any]:
+def weights_of(given: Arguments, facts: Facts, scaling: Scaling) -> tuple[Any, Any]:
     """(wi, wo), with the quantised forms that their layers keep."""
     wi, wo = given.weights
     if given.caches == (None, None):
@@ -278,12 +196,12 @@ def weights_of(given: Arguments, facts: MlpFacts, scaling: Scaling) -> tuple[Any
 
 
 def _forward(
-    given: Arguments, facts: MlpFacts, scaling: Scaling, m: Any, out: Tensor | None
+    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     (wi, wo), (wi_bias, wo_bias) = weights_of(given, facts, scaling), given.biases
     x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
     extras = scaling.extras(2, FORWARD, None, training=training)
-    operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)  # those of MlpOperands
+    operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)  # those of _ForwardOperands
     y, x, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
@@ -300,8 +218,8 @@ def _backward(
     kept.clear()
     scaling, buffer = saved.scaling, grad_input if saved.facts.needs.x else None
     of_both = scaling.extras(2, BACKWARD, key, training=True)
-    at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, of_both)]  # those of HiddenOperands
-    first = [(x, wi, sizes, buffer, scaling.extras(1, BACKWARD, key, training=True))]  # of FirstOperands, from x on
+    at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, of_both)]  # those of _HiddenOperands
+    first = [(x, wi, sizes, buffer, scaling.extras(1, BACKWARD, key, training=True))]  # of _FirstOperands, from x on
     del x, h, z, wi, wo, dy
     return in_stages(saved, sizes, at_hidden, first, deliver)
 
@@ -322,17 +240,17 @@ def in_stages(
             freed once no launch reads them.
         tokens: of which the gradient of wi gathers its rows; None: the second stage gives them.
     """
-    facts: MlpFacts = saved.facts
+    facts = saved.facts
     needs, specs, (fc1, fc2) = facts.needs, facts.specs, facts.products
-    dp, db2, dh, of_dh, z, dy = call_prepared(facts.at_hidden, at_hidden, saved.rows)
+    dp, db2, dh, of_dh, z, dy = call_prepared(facts.backward[0], at_hidden, saved.rows)
     if needs.wo:
         deliver(1, WeightGradient(fc2, specs.wo, z, dy, sizes, saved.rows))
     del z, dy
     dx = db1 = None
-    if facts.first_product is not None:
+    if len(facts.backward) > 1:
         operands = [(dh, of_dh, *first.pop())]
         del dh, of_dh
-        dx, db1, rows, dh = call_prepared(facts.first_product, operands, saved.rows)
+        dx, db1, rows, dh = call_prepared(facts.backward[1], operands, saved.rows)
         if needs.wi:
             deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes, saved.rows, tokens))
     return dx, dp, (db1, db2)
@@ -343,11 +261,6 @@ def needs_of(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[boo
     return MlpNeeds(x, weights[0], weights[1], probs, biases[0], biases[1])
 
 
-def weight_dtypes(op: Mlp, specs: MlpSpecs) -> tuple[str, ...]:
-    """Dtypes of the gradients of both weights."""
-    return op.fc1().gradient_dtype(specs.wi), op.fc2().gradient_dtype(specs.wo)
-
-
 MLP = Operation(
     name="grouped_mlp",
     weights=(MLP_NAMES.wi, MLP_NAMES.wo),
@@ -356,8 +269,7 @@ MLP = Operation(
     scale_place=6,
     check=mlp_arguments,
     needs=needs_of,
-    facts=_facts,
-    weight_dtypes=weight_dtypes,
+    facts=partial(facts_of, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT),
     forward=_forward,
     backward=_backward,
 )

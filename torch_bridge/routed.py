@@ -7,6 +7,7 @@ For backward it keeps the tokens, not their rows. Letters: T tokens, k experts p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,20 +18,19 @@ from grouped_core import routed as rules
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import QTensor
-from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals
-from grouped_core.quantizing import NO_MEASURES
+from grouped_core.mlp_spec import Mlp, MlpNeeds, Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing import Order
 from torch_bridge import _adapted_mlp, _autocast, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, routed_arguments
-from torch_bridge._autograd import Deliver, MainGradients, Operation, Saved, rows_of_tokens
+from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved, rows_of_tokens
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import ROUTED_NAMES
 from torch_bridge._gradients import Tokens
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling, X
 from torch_bridge._tensors import StraightThrough, home, rows_spec
-from torch_bridge.mlp import MlpFacts, MlpForward, MlpGrads, facts_of, in_stages, needs_of, weight_dtypes, weights_of
+from torch_bridge.mlp import NO_EXTRAS, GradFacts, facts_of, in_stages, needs_of, weights_of
 from torch_bridge.sizes import every_row
 
 
@@ -116,13 +116,10 @@ class RoutedOperands(NamedTuple):
     extras: Any
 
 
-_NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
-
-
-def _forward_rule(run: Any, static: MlpForward, o: RoutedOperands) -> tuple[Any, ...]:
-    extras = o.extras or _NO_EXTRAS
-    y, order, *rest = rules.forward(run, static.op, *o[:-1], needs=static.needs, extras=extras)[:6]
-    if not any(static.needs):
+def _forward_rule(run: Any, static: tuple[Mlp, MlpNeeds], o: RoutedOperands) -> tuple[Any, ...]:
+    op, needs = static
+    y, order, *rest = rules.forward(run, op, *o[:-1], needs=needs, extras=o.extras or NO_EXTRAS)[:6]
+    if not any(needs):
         return y, *[None] * 8
     return y, order.sizes, order.source, order.inverse, order.probs, *rest
 
@@ -131,7 +128,6 @@ _FORWARD = define(
     "routed_mlp",
     _forward_rule,
     RoutedOperands,
-    MlpForward,
     derived=("x", "experts", "weights", "out"),
     written=("out",),
     most_results=18,  # y, four of the order, h, and rows and weights of both products as backward reads them
@@ -156,20 +152,19 @@ class HiddenOperands(NamedTuple):
     extras: Any
 
 
-def _hidden_rule(run: Any, static: MlpGrads, o: HiddenOperands) -> tuple[Any, ...]:
-    extras = o.extras or _NO_EXTRAS
+def _hidden_rule(run: Any, static: GradFacts, o: HiddenOperands) -> tuple[Any, ...]:
+    op, specs, needs = static
     order = Order(o.sizes, o.source, o.inverse, None, o.probs)
     operands = (o.x, o.h, o.z, o.wi, o.wo, order, o.wi_bias, o.wo_bias, o.dy)
-    probs: Any = static.specs.probs
-    options: dict[str, Any] = {"weights_dtype": probs.dtype, "extras": extras}
-    return rules.at_hidden(run, static.op, static.specs, *operands, static.needs, **options)[:6]
+    probs: Any = specs.probs
+    options: dict[str, Any] = {"weights_dtype": probs.dtype, "extras": o.extras or NO_EXTRAS}
+    return rules.at_hidden(run, op, specs, *operands, needs, **options)[:6]
 
 
 _AT_HIDDEN = define(
     "routed_at_hidden",
     _hidden_rule,
     HiddenOperands,
-    MlpGrads,
     derived=("x", "h", "z", "source", "inverse", "probs", "dy"),
     most_results=15,  # three gradients, two forms of dh, and z and dy as the weight gradient reads them
 )
@@ -189,11 +184,12 @@ class FirstOperands(NamedTuple):
     extras: Any
 
 
-def _first_rule(run: Any, static: MlpGrads, o: FirstOperands) -> tuple[Any, ...]:
+def _first_rule(run: Any, static: GradFacts, o: FirstOperands) -> tuple[Any, ...]:
+    op, specs, needs = static
     order = Order(o.sizes, o.source, o.inverse, None, None)
-    options = {"grad_input": o.grad_input, "extras": (o.extras or _NO_EXTRAS)[0]}
+    options = {"grad_input": o.grad_input, "extras": (o.extras or NO_EXTRAS)[0]}
     operands = (o.x, o.wi, order, o.dh, o.of_dh)
-    found = rules.first_product(run, static.op, static.specs, *operands, static.needs, **options)
+    found = rules.first_product(run, op, specs, *operands, needs, **options)
     return found.x, found.bias, found.rows, found.dy
 
 
@@ -201,7 +197,6 @@ _FIRST_PRODUCT = define(
     "routed_first_product",
     _first_rule,
     FirstOperands,
-    MlpGrads,
     derived=("x", "source", "inverse", "dh", "of_dh", "grad_input"),
     written=("grad_input",),
     most_results=8,  # two gradients, and x and dh as the weight gradient reads them
@@ -212,11 +207,7 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
-def _facts(op: Mlp, specs: MlpSpecs, needs: MlpNeeds) -> MlpFacts:
-    return facts_of(op, specs, needs, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT)
-
-
-def _kept_tokens(facts: MlpFacts) -> tuple[bool, bool]:
+def _kept_tokens(facts: Facts) -> tuple[bool, bool]:
     """Whether backward reads x: at the hidden rows, and for the gradient of wi."""
     specs = facts.specs
     return rules.kept_tokens(facts.op, facts.needs, specs.wi_bias is not None, specs.wo_bias is not None)
@@ -228,7 +219,7 @@ def _result_spec(x: Any) -> ArraySpec:
 
 
 def _forward(
-    given: Arguments, facts: MlpFacts, scaling: Scaling, m: Any, out: Tensor | None
+    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
 ) -> tuple[Tensor, tuple[Any, ...]]:
     x: Any = given.x
     (wi, wo), (wi_bias, wo_bias), keep = weights_of(given, facts, scaling), given.biases, facts.keep
@@ -247,7 +238,7 @@ def _forward(
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
     x, h, z, sizes, source, inverse, probs, key, wi, wo, wi_bias, wo_bias = kept
     kept.clear()
-    facts: MlpFacts = saved.facts
+    facts = saved.facts
     again, of_weight = _kept_tokens(facts)
     scaling = saved.scaling
     tokens, rows_of = None, x if of_weight else None
@@ -270,8 +261,7 @@ ROUTED = Operation(
     scale_place=2,
     check=routed_arguments,
     needs=needs_of,
-    facts=_facts,
-    weight_dtypes=weight_dtypes,
+    facts=partial(facts_of, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT),
     forward=_forward,
     backward=_backward,
     count=rows_of_tokens,
