@@ -8,18 +8,18 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from grouped_core import activations, linear_spec, memory, ranks, scaling
+from grouped_core import activations, linear_spec, memory, scaling
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
 from grouped_core.formats import WIDE, Format, QTensor, wide
-from grouped_core.linear_spec import Linear, Names
+from grouped_core.linear_spec import Linear, Names, implementation_names, recipe_option
 from grouped_core.lora import LORA
 from grouped_core.memory import Span
 from grouped_core.mlp_spec import (
@@ -35,7 +35,7 @@ from grouped_core.mlp_spec import (
 )
 from grouped_core.plans import Planner
 from grouped_core.products import Paired, in_form, operand_spec, quantized_spec
-from grouped_core.ranks import check_rank
+from grouped_core.ranks import check_member, check_rank, letters
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_calls import MAX_SLOTS
 from grouped_core.routing_spec import check_by_row
@@ -95,38 +95,42 @@ class Arguments:
 
     Attributes:
         x, weights, biases: the operands as the rules read them. row_scale: for an MLP, the probabilities.
-        leaf: the tensor that receives the gradient of x, or None. leaves: for each weight, those of its gradient.
+        leaf: the tensor that receives the gradient of x, or None. leaves_of: for each weight, the tensor or the tensors
+            that receive its gradient, or None.
         checked: the operation, the specs of its operands, and what follows from them.
         scaling: the states and the key that are bound to the recipe.
         accumulators: for each weight, a tensor or None per leaf; () without accumulators.
         caches: for each weight, the quantised weight that its layer keeps, or None.
-        names: of `weights`, for messages.
         base: (name, operand) of the frozen weights whose adapters `weights` are; () without. key: of the dropout.
     """
 
     x: Tensor | QTensor[Tensor]
-    weights: tuple[Any, ...]
+    weights: Sequence[Any]
     sizes: Tensor
     biases: tuple[Any, ...]
     row_scale: Tensor | None
     leaf: Tensor | None
-    leaves: tuple[list[Tensor], ...]
+    leaves_of: Sequence[Any]
     checked: Checked
     scaling: Scaling
     to_main_grad: bool
     accumulators: tuple[Sequence[Tensor | None], ...]
     caches: tuple[WeightForms | None, ...]
-    names: tuple[str, ...] = (NAMES.w,)
     base: tuple[tuple[str, Any], ...] = ()
     key: Tensor | None = None
+
+    @property
+    def leaves(self) -> tuple[list[Tensor], ...]:
+        """For each weight, the tensors that receive its gradient."""
+        return tuple(map(members, self.leaves_of))
 
     def receivers(self) -> list[Tensor | None]:
         """The inputs of autograd: `leaf`, the row scale, the leaves of each weight (None for a quantised one without
         a master weight), the tensors of each bias.
         """
         found: list[Tensor | None] = [self.leaf, self.row_scale]
-        for leaves in self.leaves:
-            found += leaves or _NO_LEAF
+        for each in self.leaves_of:
+            found += members(each) or _NO_LEAF
         for bias in self.biases:
             if bias is not None:
                 found += members(bias)
@@ -136,6 +140,7 @@ class Arguments:
 _NO_LEAF = (None,)
 
 
+@dataclass(slots=True, eq=False)
 class Checked:
     """The result of the checks, which is cached, so that what follows from it is found only once.
 
@@ -143,16 +148,15 @@ class Checked:
         op: the operation. specs: the specs of its operands.
         lists: for each weight, then each bias: the number of its tensors, 1 for a quantised weight without a master
             weight, and whether it is one packed tensor.
+        names: of the weights, for messages.
         asked: what follows from it for the gradients that are needed; `_autograd` fills it.
     """
 
-    __slots__ = ("asked", "lists", "op", "specs")
-
-    def __init__(self, op: Any, specs: Any, lists: Lists) -> None:
-        self.op = op
-        self.specs = specs
-        self.lists = lists
-        self.asked: dict[tuple[bool, ...], Any] = {}
+    op: Any
+    specs: Any
+    lists: Lists
+    names: tuple[str, ...]
+    asked: dict[tuple[bool, ...], Any] = field(default_factory=dict)
 
 
 Lists = tuple[tuple[int, bool], ...]
@@ -162,9 +166,9 @@ _checked: Cache[Any, FactsCache] = Cache()
 """By the options: the results of the checks by the facts of the operands."""
 
 
-def lists_of(leaves: Sequence[list[Tensor]], biases: Sequence[Members | None]) -> Lists:
-    """`Checked.lists` for the tensors of each weight, and the biases."""
-    weights = [(len(own) or 1, not own or is_packed(own)) for own in leaves]
+def lists_of(leaves_of: Sequence[Members | None], biases: Sequence[Members | None]) -> Lists:
+    """`Checked.lists` for `Arguments.leaves_of` and the biases."""
+    weights = [(len(own) or 1, not own or is_packed(own)) for own in map(members, leaves_of)]
     return (*weights, *[(len(members(bias)), isinstance(bias, Tensor)) for bias in biases])
 
 
@@ -187,71 +191,33 @@ def linear_arguments(
 ) -> Arguments:
     """The checked arguments of `grouped_linear`; it raises the same errors."""
     refuse_transforms("grouped_linear", x, weight, bias, row_scale)
-    bound = linear_spec.recipe_option(recipe)
     sizes, rows_hint = unwrap(group_sizes)
-    leaf, rows, x_master = (x, x, None) if type(x) in PLAIN else _with_master(x)
-    master, operand, w_master = (weight, weight, None) if type(weight) in PLAIN else _with_master(weight)
-    names = linear_spec.implementation_names(implementation)
-    options = (_LINEAR, bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names, x_master, w_master)
-    operands = (rows, operand, sizes, bias, row_scale)
-    free = bound.state is None and bound.key is None
-    cache, arrays, found = _known(options, operands, () if free else (bound,))
-    if found is None:
-        sizes, op, specs = _check_linear(operands, bound, options)
-        found = Checked(op, specs, lists_of((members(master),), (bias,)))
-        if cache is not None and sizes is operands[2]:
-            cache.keep(arrays, 0, found)
-    leaves = members(master)
-    accumulators: Sequence[Tensor | None] = ()
-    if wgrad_accum is not None:
-        accumulators = accumulators_of_product(wgrad_accum, leaves, found.specs[1], rows, NAMES.accum, NAMES.w)
-    given = Arguments(
-        rows,
-        (operand if isinstance(operand, Tensor) else whole_operand(operand),),
-        sizes,
-        (None if bias is None else whole_operand(bias),),
-        row_scale,
-        leaf,
-        (leaves,),
-        found,
-        _UNBOUND if free else _scaling(bound),
-        isinstance(wgrad_accum, str),
-        (accumulators,),
-        caches,
+    bound = recipe_option(recipe)
+    names = implementation_names(implementation)
+    options = (bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names)
+    return _arguments(
+        _check_linear, _WEIGHT, x, (weight,), sizes, row_scale, (bias,), options, (bound,), wgrad_accum, caches
     )
-    if accumulators:
-        single = isinstance(wgrad_accum, Tensor)
-        named = [(NAMES.accum if single else f"{NAMES.accum}[{n}]", each) for n, each in enumerate(accumulators)]
-        check_apart_from_operands(named, given)
-    return given
 
 
-_LINEAR = "linear"
-"""The first of the options, so that those of the operations differ; the MLPs have their names of arguments there."""
+_WEIGHT = (NAMES.w,)
 
 
-def _scaling(*bounds: BoundRecipe) -> Scaling:
-    """What the recipe of an operation is bound to; the second of two belongs to the second product."""
-    one = bounds[0]
-    return Scaling(one.key, tuple([bound.state for bound in bounds if bound.state is not None]))
-
-
-_UNBOUND = Scaling()
-
-
-def _check_linear(operands: tuple[Any, ...], bound: BoundRecipe, options: tuple[Any, ...]) -> tuple[Tensor, Any, Any]:
+def _check_linear(
+    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], masters: tuple[Any, ...]
+) -> tuple[Tensor, Any, Any]:
     """(sizes as the kernels read them, the operation, specs); raises if the operands do not fit together."""
-    rows, weight, sizes, bias, row_scale = operands
-    _, transposed, recipe, scale_bias, rows_hint, names, x_master, w_master = options
+    rows, weight, sizes, row_scale, bias = operands
+    transposed, recipe, scale_bias, rows_hint, names = options
+    x_master, w_master = masters
     first = home(rows)
-    _check_rows("linear", NAMES.x, rows, first)
+    _check_rows(NAMES.x, rows, first)
     sizes, _ = prepare_sizes(sizes, first, NAMES)
     _check_weight(("linear", "w"), NAMES.w, weight, first, transposed=transposed)
     if bias is not None:
         check_members(("linear", "bias"), NAMES.bias, bias, first)
     if row_scale is not None:
         check_operand(NAMES.row_scale, row_scale, first)
-        check_rank("linear", "row_scale", NAMES.row_scale, row_scale.shape)
     op = Linear(
         NAMES,
         transposed=transposed,
@@ -262,7 +228,7 @@ def _check_linear(operands: tuple[Any, ...], bound: BoundRecipe, options: tuple[
     )
     specs = (packed_spec(rows, 0), packed_spec(weight, 3), packed_spec(bias, 2), packed_spec(row_scale, 0))
     linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
-    check_bound(bound, specs[1].shape[0], first)
+    check_bound(bounds[0], specs[1].shape[0], first)
     if isinstance(rows, QTensor) or isinstance(weight, QTensor):  # gradients have the dtypes of the master tensors
         op = dataclasses.replace(op, recipe=op.resolve(*specs[:2]), wgrad_dtype=w_master and w_master.dtype)
         specs = (specs[0]._replace(dtype=x_master.dtype if x_master else specs[0].dtype), *specs[1:])
@@ -290,16 +256,26 @@ def mlp_arguments(
     caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
     *,
     join: bool = True,
+    names: MlpNames = MLP_NAMES,
 ) -> Arguments:
     """The checked arguments of `grouped_mlp`; it raises the same errors.
 
     Args:
         recipe: may also be a pair of bound recipes, for two layers that each have their own scaling state.
         join: whether gate and linear half are concatenated if they have to be quantised; otherwise that is refused.
+        names: of the arguments. With `ROUTED_NAMES` they are those of `routed_mlp`: the sizes are the experts.
     """
-    sizes, rows_hint = unwrap(group_sizes)
-    operands, options = (x, wi, wo, sizes, probs, wi_bias, wo_bias), (rhs_transposed, activation, residuals, rows_hint)
-    return _arguments_of_mlp(MLP_NAMES, operands, options, recipe, wgrad_accum, implementation, caches, join=join)
+    routed = names is ROUTED_NAMES
+    refuse_transforms("routed_mlp" if routed else "grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
+    sizes, rows_hint = (group_sizes, 0) if routed else unwrap(group_sizes)
+    bounds = recipe if isinstance(recipe, tuple) else (recipe_option(recipe),)
+    pinned = implementation_names(implementation)
+    paired = is_pair(wi)
+    options = (names, bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint, pinned, paired)
+    if paired and join and joins(op := _mlp(options), _with_master(x)[1]):
+        wi, options = _joined_pair(op, wi, wgrad_accum), (*options[:-1], False)
+    weights, biases, of_weights = (wi, wo), (wi_bias, wo_bias), (names.wi, names.wo)
+    return _arguments(_check_mlp, of_weights, x, weights, sizes, probs, biases, options, bounds, wgrad_accum, caches)
 
 
 def routed_arguments(
@@ -319,89 +295,15 @@ def routed_arguments(
     caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
 ) -> Arguments:
     """The checked arguments of `routed_mlp`; it raises the same errors. Their `sizes` are the experts."""
-    names = ROUTED_NAMES
     if isinstance(experts, Tensor):
         if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
             raise TypeError(
-                f"`{names.sizes}` of routed_mlp: dtype {experts.dtype}, expected integers; pass numbers of experts."
+                f"`{ROUTED_NAMES.sizes}` of routed_mlp: dtype {experts.dtype}, expected integers; "
+                "pass numbers of experts."
             )
         experts = saturate(experts)
-    operands, options = (x, wi, wo, experts, weights, wi_bias, wo_bias), (rhs_transposed, activation, residuals, 0)
-    return _arguments_of_mlp(names, operands, options, recipe, wgrad_accum, implementation, caches, join=True)
-
-
-def _arguments_of_mlp(
-    names: MlpNames,
-    given: tuple[Any, ...],
-    own: tuple[Any, ...],
-    recipe: Any,
-    wgrad_accum: Any,
-    implementation: str | Sequence[str] | None,
-    caches: tuple[WeightForms | None, WeightForms | None],
-    *,
-    join: bool,
-) -> Arguments:
-    """The checked arguments of an MLP.
-
-    Args:
-        names: of its arguments, which say whether it is `grouped_mlp` or `routed_mlp`.
-        given: x, wi, wo, sizes or experts, probabilities or weights, both biases.
-        own: `rhs_transposed`, `activation`, `residuals`, the hint of rows per group.
-    """
-    x, wi, wo, sizes, probs, wi_bias, wo_bias = given
-    rhs_transposed, activation, residuals, rows_hint = own
-    if join and is_pair(wi):
-        wi = _joined_pair(x, wi, wgrad_accum, rhs_transposed, activation, recipe, residuals)
-    refuse_transforms("grouped_mlp" if names is MLP_NAMES else "routed_mlp", x, wi, wo, probs, wi_bias, wo_bias)
-    bounds = recipe if isinstance(recipe, tuple) else (linear_spec.recipe_option(recipe),)
-    leaf, rows, _ = (x, x, None) if type(x) in PLAIN else _with_master(x)
-    wi_master, first, one = (wi, wi, None) if type(wi) in PLAIN else _with_master(wi)
-    wo_master, second, two = (wo, wo, None) if type(wo) in PLAIN else _with_master(wo)
-    paired = is_pair(first)
-    pinned = linear_spec.implementation_names(implementation)
-    options = (
-        names,
-        bool(rhs_transposed),
-        activation,
-        bounds[0].recipe,
-        residuals,
-        rows_hint,
-        pinned,
-        paired,
-        one,
-        two,
-    )
-    operands = (rows, first, second, sizes, probs, wi_bias, wo_bias)
-    cache, arrays, found = _known(options, operands, bounds)
-    if found is None:
-        sizes, op, specs = _check_mlp(operands, bounds, options)
-        found = Checked(op, specs, lists_of((members(wi_master), members(wo_master)), (wi_bias, wo_bias)))
-        if cache is not None and sizes is operands[3]:
-            cache.keep(arrays, 0, found)
-    leaves = (members(wi_master), members(wo_master))
-    weights = (in_form(found.op.fc1(), tuple(first)) if paired else whole_operand(first), whole_operand(second))
-    accumulators = ((), ())
-    if wgrad_accum is not None:
-        accumulators = _accumulators_of_mlp(wgrad_accum, leaves, found.specs, rows)
-    arguments = Arguments(
-        rows,
-        weights,
-        sizes,
-        (None if wi_bias is None else whole_operand(wi_bias), None if wo_bias is None else whole_operand(wo_bias)),
-        probs,
-        leaf,
-        leaves,
-        found,
-        _UNBOUND if bounds[0].state is None and bounds[0].key is None else _scaling(*bounds),
-        isinstance(wgrad_accum, str),
-        accumulators,
-        caches,
-        (names.wi, names.wo),
-    )
-    if any(accumulators):
-        written = [(f"{names.accum}[{at}]", each) for at, some in enumerate(accumulators) for each in some]
-        check_apart_from_operands(written, arguments)
-    return arguments
+    base = (x, wi, wo, experts, rhs_transposed, activation, weights, wi_bias, wo_bias, recipe, residuals)
+    return mlp_arguments(*base, wgrad_accum, implementation, caches, names=ROUTED_NAMES)
 
 
 def _mlp(options: Sequence[Any]) -> Mlp:
@@ -419,26 +321,23 @@ def _mlp(options: Sequence[Any]) -> Mlp:
 
 
 def _check_mlp(
-    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...]
+    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], masters: tuple[Any, ...]
 ) -> tuple[Tensor, Any, Any]:
     """(sizes as the kernels read them, the operation, specs); raises if the operands do not fit together."""
     rows, wi, wo, sizes, probs, wi_bias, wo_bias = operands
-    *static, wi_master, wo_master = options
-    op = _mlp(static)
+    op = _mlp(options)
     names, first = op.names, home(rows)
     routed = names == ROUTED_NAMES
-    _check_rows("linear", names.x, rows, first)
+    _check_rows(names.x, rows, first)
     if routed:
         _check_routing(rows, sizes, probs)
     else:
         sizes, _ = prepare_sizes(sizes, first, Names(names.x, names.wi))
         if probs is not None:
             check_operand(names.probs, probs, first)
-            check_rank("mlp", "probs", names.probs, probs.shape)
     if op.paired:
         for at, half in enumerate(wi):
             check_operand(f"{names.wi}[{at}]", half, first)
-            check_rank("mlp", "half", f"{names.wi}[{at}]", half.shape, transposed=op.transposed)
         check_pair(op, *map(fixed_spec, wi))
         wi_spec: Any = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, wi))))
     else:
@@ -448,30 +347,22 @@ def _check_mlp(
     for name, bias in (("wi_bias", wi_bias), ("wo_bias", wo_bias)):
         if bias is not None:
             check_members(("mlp", name), getattr(names, name), bias, first)
-    specs = MlpSpecs(
-        packed_spec(rows, 0),
-        wi_spec,
-        packed_spec(wo, 3),
-        packed_spec(probs, 0),
-        packed_spec(wi_bias, 2),
-        packed_spec(wo_bias, 2),
-    )
+    probs_spec, *of_biases = packed_spec(probs, 0), packed_spec(wi_bias, 2), packed_spec(wo_bias, 2)
+    specs = given = MlpSpecs(packed_spec(rows, 0), wi_spec, packed_spec(wo, 3), probs_spec, *of_biases)
     sizes_spec = ArraySpec(specs.wo.shape[:1], "int32") if routed else fixed_spec(sizes)
-    if (
-        routed and specs.probs is not None
-    ):  # the MLP is that of the rows of slots, in as many groups as there are weights
-        if isinstance(rows, QTensor):  # formats are checked here; where gradients are concerned rows are plain
-            check(op, *specs[:3], sizes_spec, None, *specs[4:])
-        count = specs.x.shape[0] * int(sizes.shape[1])
-        of_rows = {"x": ArraySpec((count, specs.x.shape[1]), specs.x.dtype)}
-        specs = specs._replace(**of_rows, probs=ArraySpec((count,), specs.probs.dtype))
-    if not (routed and isinstance(rows, QTensor)):
+    if routed:  # the MLP is that of the rows of slots, in as many groups as there are weights
+        count = given.x.shape[0] * int(sizes.shape[1])
+        x_spec = ArraySpec((count, given.x.shape[1]), given.x.dtype)
+        specs = given._replace(x=x_spec, probs=ArraySpec((count,), probs_spec.dtype))
+    if routed and isinstance(rows, QTensor):  # formats are checked here; where gradients are concerned rows are plain
+        check(op, *given[:3], sizes_spec, None, *of_biases)
+    else:
         check(op, *specs[:3], sizes_spec, *specs[3:])
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
+    _, wi_master, wo_master = masters
     dtypes = (wi_master and wi_master.dtype, wo_master and wo_master.dtype)  # those of gradients
-    op = dataclasses.replace(op, master_dtypes=dtypes)
-    return sizes, op, MlpSpecs(*map(_static, specs))
+    return sizes, dataclasses.replace(op, master_dtypes=dtypes), MlpSpecs(*map(_static, specs))
 
 
 def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: Tensor) -> None:
@@ -514,25 +405,14 @@ def is_pair(operand: Any) -> bool:
     return isinstance(operand[0], Tensor) and operand[0].dim() == 3
 
 
-def _joined_pair(
-    x: Any,
-    wi: Any,
-    wgrad_accum: Any,
-    rhs_transposed: bool,
-    activation: Any,
-    recipe: Any,
-    residuals: Any,
-) -> Any:
-    """`wi`; a pair that has to be quantised is concatenated to one weight [G, 2F, K] ([G, K, 2F]), because scales
-    cover both halves. Each half receives its own gradient.
+def _joined_pair(op: Mlp, wi: Any, wgrad_accum: Any) -> Tensor:
+    """The weight [G, 2F, K] ([G, K, 2F]) for a pair that has to be quantised, because scales cover both halves.
+
+    Each half receives its own gradient.
 
     Raises:
         TypeError, ValueError: the halves do not fit together. NotImplementedError: the pair has accumulators.
     """
-    bound = recipe[0] if isinstance(recipe, tuple) else linear_spec.recipe_option(recipe)
-    op = _mlp((MLP_NAMES, bool(rhs_transposed), activation, bound.recipe, residuals, 0, "", True))
-    if not joins(op, _with_master(x)[1]):
-        return wi
     for at, half in enumerate(wi):
         check_operand(f"{MLP_NAMES.wi}[{at}]", half, wi[0])
     check_pair(op, *map(fixed_spec, wi))
@@ -544,26 +424,86 @@ def _joined_pair(
 # Operands
 
 
-_Known = tuple[FactsCache | None, tuple[Any, ...], Checked | None]
-"""The cache of checks with the same options, or None if nothing can be cached; the arrays whose facts it knows results
-by; the result for these, or None."""
+def _arguments(
+    check: Callable[..., tuple[Tensor, Any, Any]],
+    names: tuple[str, ...],
+    x: Any,
+    weights: Sequence[Any],
+    sizes: Any,
+    row_scale: Tensor | None,
+    biases: tuple[Any, ...],
+    options: tuple[Any, ...],
+    bounds: tuple[BoundRecipe, ...],
+    wgrad_accum: Any,
+    caches: tuple[WeightForms | None, ...],
+) -> Arguments:
+    """The checked arguments of an operation.
 
-
-def _known(options: tuple[Any, ...], operands: tuple[Any, ...], bounds: Sequence[BoundRecipe]) -> _Known:
-    arrays, key = operands, options
-    if not PLAIN.issuperset(map(type, operands)):
-        if is_compiling():  # lengths may be symbols, which have no hash
-            return None, (), None
+    Args:
+        check: of its operands and options, called where the result for their facts is not known yet.
+        names: of its weights.
+        sizes: or experts. row_scale: or probabilities.
+        options: hashable. bounds: what belongs to all products, or one for each.
+    """
+    leaf, leaves_of, masters = x, weights, ()
+    arrays = operands = (x, *weights, sizes, row_scale, *biases)
+    key = (check, options)
+    is_plain = PLAIN.issuperset(map(type, operands))
+    if not is_plain:
+        (leaf, *leaves_of), (x, *weights), masters = zip(*map(_with_master, (x, *weights)), strict=True)
+        operands = (x, *weights, sizes, row_scale, *biases)
         arrays, layouts = _arrays(operands)
-        key = (*key, *layouts)
-    for bound in bounds:
-        if bound.key is not None or bound.state is not None:
+        key = (check, options, masters, *layouts)
+    scaling = _UNBOUND
+    if bounds[0].key is not None or bounds[0].state is not None:
+        scaling = Scaling(bounds[0].key, tuple([bound.state for bound in bounds if bound.state is not None]))
+        for bound in bounds:
             own = (bound.state.scale, bound.state.history) if isinstance(bound.state, ScalingState) else ()
             arrays, key = (*arrays, bound.key, *own), (*key, bound.key is None)
-    cache = _checked.get(key)
-    if cache is None:
-        cache = _checked.keep(key, facts_cache())
-    return cache, arrays, cache.find(arrays)
+    cache = found = None
+    if is_plain or not is_compiling():  # otherwise lengths may be symbols, which have no hash
+        cache = _checked.get(key)
+        if cache is None:
+            cache = _checked.keep(key, facts_cache())
+        found = cache.find(arrays)
+    if found is None:
+        checked_sizes, op, specs = check(operands, bounds, options, masters or (None,) * (1 + len(weights)))
+        found = Checked(op, specs, lists_of(leaves_of, biases), names)
+        if cache is not None and checked_sizes is sizes:
+            cache.keep(arrays, 0, found)
+        sizes = checked_sizes
+    if not is_plain:
+        weights, biases = tuple(map(whole_operand, weights)), tuple(map(whole_operand, biases))
+    if found.op.paired:
+        weights = (in_form(found.op.fc1(), tuple(weights[0])), weights[1])
+    accumulators: tuple[Sequence[Tensor | None], ...] = _NO_ACCUMULATORS[: len(weights)]
+    if wgrad_accum is not None:
+        accumulators = _accumulators(wgrad_accum, names, leaves_of, found.specs[1 : 1 + len(weights)], x)
+    arguments = Arguments(
+        x,
+        weights,
+        sizes,
+        biases,
+        row_scale,
+        leaf,
+        leaves_of,
+        found,
+        scaling,
+        isinstance(wgrad_accum, str),
+        accumulators,
+        caches,
+    )
+    if wgrad_accum is not None and any(accumulators):
+        parts = [[each] for each in accumulators[0]] if len(weights) == 1 else accumulators
+        single = isinstance(wgrad_accum, Tensor)
+        of_parts = [NAMES.accum if single else f"{NAMES.accum}[{at}]" for at in range(len(parts))]
+        written = [(name, each) for name, part in zip(of_parts, parts, strict=True) for each in part]
+        check_apart_from_operands(written, arguments)
+    return arguments
+
+
+_UNBOUND = Scaling()
+_NO_ACCUMULATORS = ((), ())
 
 
 def _arrays(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
@@ -635,14 +575,14 @@ def _static(spec: OperandSpec | None) -> Any:
     return spec._replace(shape=shape)
 
 
-def _check_rows(operation: str, name: str, rows: Any, first: Tensor) -> None:
+def _check_rows(name: str, rows: Any, first: Tensor) -> None:
     if isinstance(rows, QTensor):
         for part in parts_of(rows):
             check_operand(name, part, first)
         return
     check_operand(name, rows, first)
     check_memory(name, rows)
-    check_rank(operation, "x", name, rows.shape)
+    check_rank("linear", "x", name, rows.shape)
 
 
 def _check_weight(kind: tuple[str, str], name: str, weight: Any, first: Tensor, *, transposed: bool) -> None:
@@ -669,11 +609,11 @@ def check_members(
     if isinstance(value, Tensor):
         check_operand(name, value, x)
         check_memory(name, value)
-        ranks.check_rank(*kind, name, value.shape, transposed=transposed)
+        check_rank(*kind, name, value.shape, transposed=transposed)
         return
     if not isinstance(value, (list, tuple)):
         raise TypeError(
-            f"`{name}`: {type(value).__name__}, expected a torch.Tensor {ranks.letters(*kind, transposed=transposed)} "
+            f"`{name}`: {type(value).__name__}, expected a torch.Tensor {letters(*kind, transposed=transposed)} "
             "or a list of tensors, one per group; pass one of them."
         )
     if not value:
@@ -681,7 +621,7 @@ def check_members(
     for index, member in enumerate(value):
         check_operand(f"{name}[{index}]", member, x)
         check_memory(f"{name}[{index}]", member)
-        ranks.check_member(*kind, f"{name}[{index}]", member.shape, transposed=transposed)
+        check_member(*kind, f"{name}[{index}]", member.shape, transposed=transposed)
         if member.shape != value[0].shape:
             raise ValueError(
                 f"`{name}[{index}]`: shape {tuple(member.shape)}, expected {tuple(value[0].shape)} = shape of "
@@ -740,18 +680,17 @@ def accumulators_of_product(
     return [given]
 
 
-def _accumulators_of_mlp(
-    given: Any, leaves: tuple[list[Tensor], ...], specs: MlpSpecs, rows: Any
+def _accumulators(
+    given: Any, names: tuple[str, ...], leaves_of: Sequence[Any], specs: Sequence[OperandSpec], rows: Any
 ) -> tuple[Sequence[Tensor | None], ...]:
-    if given is None or (isinstance(given, str) and given == "main_grad"):
-        return (), ()
-    pair = accumulator_pair(given, "put None where a weight has no accumulator")
-    names = ((f"{MLP_NAMES.accum}[0]", MLP_NAMES.wi), (f"{MLP_NAMES.accum}[1]", MLP_NAMES.wo))
-    one, two = (
-        accumulators_of_product(each, own, spec, rows, *name)
-        for each, own, spec, name in zip(pair, leaves, (specs.wi, specs.wo), names, strict=True)
-    )
-    return one, two
+    """`wgrad_accum` of an operation; `names` and `specs`: of its weights."""
+    each, accums = [given] * len(names), [NAMES.accum]
+    if len(names) > 1:
+        accums = [f"{NAMES.accum}[{at}]" for at in range(len(names))]
+        if not (isinstance(given, str) and given == "main_grad"):
+            each = accumulator_pair(given, "put None where a weight has no accumulator")
+    products = zip(each, map(members, leaves_of), specs, accums, names, strict=True)
+    return tuple([accumulators_of_product(own, tensors, spec, rows, *of) for own, tensors, spec, *of in products])
 
 
 def accumulator_pair(given: Any, advice: str) -> Sequence[Any]:
@@ -860,7 +799,7 @@ def check_apart_from_operands(written: Named, given: Arguments) -> None:
     read = [(names.sizes, given.sizes), (names.probs if two else names.row_scale, given.row_scale)]
     read += [(f"{LORA}_key", given.key), *[(name, each) for name, base in given.base for each in _tensors(base)]]
     read += [(names.x, each) for each in _tensors(given.x)]
-    for name, operand in zip(given.names, given.weights, strict=True):
+    for name, operand in zip(given.checked.names, given.weights, strict=True):
         tensors = _tensors(operand)
         plain = not isinstance(operand, QTensor)
         read += zip(leaf_names(tensors, name) if plain else [name] * len(tensors), tensors, strict=True)

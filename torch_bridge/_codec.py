@@ -25,37 +25,20 @@ from grouped_core.routing_calls import GroupLimit, Scores
 from grouped_core.routing_spec import Router
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
+from torch_bridge._compiling import is_compiling
 from torch_bridge._tensors import CachedLayout, ExtrasLayout, Form, PairLayout, ProductExtras, StraightThrough
 
-_DATACLASSES = (
-    *(Activation, Adapter, BoundRecipe, Format, GroupSizes, Linear, Mlp, QTensor, Recipe, Router, ScalingState),
-    StraightThrough,
+_CLASSES = (
+    *(Activation, Adapter, Adapters, ArraySpec, BoundRecipe, CachedLayout, ExtrasLayout, Factors, Form, Format),
+    *(GroupLimit, GroupSizes, Linear, LoraMlpNeeds, LoraNeeds, Mlp, MlpNames, MlpNeeds, MlpSpecs, Names, Needs),
+    *(PairLayout, ProductExtras, QTensor, QuantizedSpec, Recipe, Router, ScalingState, Scores, StraightThrough),
 )
-_TUPLES = (
-    Adapters,
-    ArraySpec,
-    CachedLayout,
-    ExtrasLayout,
-    Factors,
-    Form,
-    GroupLimit,
-    LoraMlpNeeds,
-    LoraNeeds,
-    MlpNames,
-    MlpNeeds,
-    MlpSpecs,
-    Names,
-    Needs,
-    PairLayout,
-    ProductExtras,
-    QuantizedSpec,
-    Scores,
-)
-_FIELDS: dict[type[Any], tuple[str, ...]] = (
-    {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _DATACLASSES}
-    | {kind: kind._fields for kind in _TUPLES}
-    | {Residuals: ("policy",)}  # its other fields belong to JAX
-)
+"""Dataclasses and named tuples that are converted field by field."""
+
+_FIELDS: dict[type[Any], tuple[str, ...]] = {
+    kind: kind._fields if issubclass(kind, tuple) else tuple(field.name for field in dataclasses.fields(kind))
+    for kind in _CLASSES
+} | {Residuals: ("policy",)}  # its other fields belong to JAX
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in _FIELDS}
 
 
@@ -75,7 +58,7 @@ def to_tuples(value: Any) -> Any:
         return ("tuple", *[to_tuples(each) for each in value])
     if isinstance(value, list):
         return ("list", *[to_tuples(each) for each in value])
-    return _fixed(value) if kind in (int, float) else value
+    return _fixed(value) if kind in (int, float) and is_compiling() else value
 
 
 def _fixed(value: float) -> float:
@@ -99,14 +82,7 @@ def from_tuples(value: Any) -> Any:
 @lru_cache(maxsize=4096)
 def to_text(value: Any) -> str:
     """A hashable value as text."""
-    return json.dumps(_static(value))
-
-
-def _static(value: Any) -> Any:
-    kind = type(value)
-    if kind in _FIELDS:
-        return (kind.__name__, *[_static(getattr(value, name)) for name in _FIELDS[kind]])
-    return ("tuple", *[_static(each) for each in value]) if isinstance(value, tuple) else value
+    return json.dumps(to_tuples(value))
 
 
 @lru_cache(maxsize=4096)

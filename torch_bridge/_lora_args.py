@@ -88,7 +88,7 @@ def adapted_arguments(
     accums = lora_wgrad_accum if isinstance(lora_wgrad_accum, str) else lora.accumulators_option(lora_wgrad_accum)
     found = _FactorArguments("grouped_linear", LORA_NAMES, (a, b), base, lora_key)
     names, specs = base.checked.op.names, base.checked.specs
-    checked = _adapted(base.checked.op, specs, adapter, found.specs, found.key, lists_of(found.leaves, (bias,)))
+    checked = _adapted(base.checked.op, specs, adapter, found.specs, found.key, lists_of((a, b), (bias,)))
     return found.arguments(checked, (names.w,), accums, caches)
 
 
@@ -96,7 +96,7 @@ def adapted_arguments(
 def _adapted(op: Linear, specs: Any, adapter: Adapter, factors: Any, key: ArraySpec | None, lists: Lists) -> Checked:
     """The checked adapter of a checked operation; a function of facts, so that what follows is found once."""
     lora.check(op, adapter, specs[0], specs[1], *factors, key)
-    return Checked(Adapted(op, adapter), AdaptedSpecs(specs, factors), lists)
+    return Checked(Adapted(op, adapter), AdaptedSpecs(specs, factors), lists, LORA_NAMES)
 
 
 class AdaptedMlp(NamedTuple):
@@ -146,7 +146,7 @@ def _of_mlp(name: str, check: Any, arguments: tuple[Any, ...], count: int) -> Ar
     base = check(*own, None, implementation)
     found = _FactorArguments(name, MLP_LORA_NAMES, factors, base, key)
     op, specs = base.checked.op, base.checked.specs
-    lists = lists_of(found.leaves, base.biases)
+    lists = lists_of(factors, base.biases)
     routed = name == "routed_mlp"
     checked = _adapted_mlp(op, routed, specs, adapters, Factors(*found.specs), found.key, lists)
     caches = rest[0] if rest else (None, None)
@@ -165,7 +165,7 @@ def _adapted_mlp(
 ) -> Checked:
     lora_mlp.check(op, adapters, specs, factors, key)
     op = dataclasses.replace(op, keeps_rows=not routed)
-    return Checked(AdaptedMlp(op, adapters), AdaptedSpecs(specs, factors), lists)
+    return Checked(AdaptedMlp(op, adapters), AdaptedSpecs(specs, factors), lists, MLP_LORA_NAMES)
 
 
 class _FactorArguments:
@@ -220,12 +220,11 @@ class _FactorArguments:
         arguments = dataclasses.replace(
             self.base,
             weights=tuple(self.factors),
-            leaves=self.leaves,
+            leaves_of=tuple(self.factors),
             checked=checked,
             to_main_grad=to_main_grad,
             accumulators=accumulators,
             caches=caches,
-            names=tuple(self.names),
             base=tuple(zip(weights, self.base.weights, strict=True)),
             key=self.lora_key,
         )
@@ -237,7 +236,7 @@ class _FactorArguments:
 
 
 def _frozen(base: Arguments) -> list[tuple[str, Any]]:
-    return list(zip(base.names, base.weights, strict=True))
+    return list(zip(base.checked.names, base.weights, strict=True))
 
 
 def _accum(factor: str) -> str:
