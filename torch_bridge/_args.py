@@ -441,19 +441,19 @@ def _arguments(
 
     Args:
         check: of its operands and options, called where the result for their facts is not known yet.
-        names: of its weights.
+        names: of its weights, which also tell the operations apart.
         sizes: or experts. row_scale: or probabilities.
         options: hashable. bounds: what belongs to all products, or one for each.
     """
     leaf, leaves_of, masters = x, weights, ()
     arrays = operands = (x, *weights, sizes, row_scale, *biases)
-    key = (check, options)
+    key = (names, options)
     is_plain = PLAIN.issuperset(map(type, operands))
     if not is_plain:
         (leaf, *leaves_of), (x, *weights), masters = zip(*map(_with_master, (x, *weights)), strict=True)
         operands = (x, *weights, sizes, row_scale, *biases)
         arrays, layouts = _arrays(operands)
-        key = (check, options, masters, *layouts)
+        key = (names, options, masters, *layouts)
     scaling = _UNBOUND
     if bounds[0].key is not None or bounds[0].state is not None:
         scaling = Scaling(bounds[0].key, tuple([bound.state for bound in bounds if bound.state is not None]))
@@ -513,16 +513,11 @@ def _arrays(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
     for each in operands:
         if isinstance(each, QTensor):
             arrays += parts_of(each)
-            layouts.append(tuple([_form_facts(form) for form in forms_of(each)]))
+            facts = [(form.format, form.axis, tuple(form.shape), form.dtype) for form in forms_of(each)]
+            layouts.append((*facts, *[part is None for form in forms_of(each) for part in form.slots]))
         else:
             arrays.append(each)
     return tuple(arrays), layouts
-
-
-def _form_facts(form: QTensor[Any]) -> tuple[Any, ...]:
-    """The facts of a quantised tensor that its component tensors do not show."""
-    there = (form.scales is not None, form.group_scales is not None)
-    return form.format, form.axis, tuple(form.shape), form.dtype, there
 
 
 class _Master(NamedTuple):

@@ -26,7 +26,7 @@ from torch_bridge._gradients import (
 )
 from torch_bridge._record import Prepared
 from torch_bridge._scaling import Scaling, with_copied_scales
-from torch_bridge._tensors import Form, Layout, Layouts, pack, unpack
+from torch_bridge._tensors import Form, Layouts, pack, unpack
 
 Owners = tuple[Owner | None, ...]
 """For each product, the parameters and queue of the module that owns its weight, or None."""
@@ -247,16 +247,11 @@ def saved_names(operation: Operation, saved: Saved) -> list[str]:
     """The names of the first of the saved tensors, those of rows."""
     names: list[str] = []
     for base, (layout, _) in zip(operation.rows, saved.layouts, strict=False):
-        names += _names(base, layout) if layout else (base,)
-    return names
-
-
-def _names(base: str, layout: Layout) -> list[str]:
-    """Names of the saved tensors of rows."""
-    names = []
-    while isinstance(layout, Form):
-        names += [f"{base}_q", *[f"{base}_scale"] * sum(layout.scaled)]
-        layout = layout.other
+        if layout is None:
+            names.append(base)
+        while isinstance(layout, Form):
+            names += [f"{base}_q", *[f"{base}_scale"] * sum(layout.scaled)]
+            layout = layout.other
     return names
 
 

@@ -64,13 +64,10 @@ def _symbol_of(rows: Any, lengths: Sequence[Any]) -> Any:
     times = expression.subs(symbol, SYMBOLIC_ROWS) // SYMBOLIC_ROWS
     if expression != times * symbol:
         return None
-    if not all(is_symbol(each) or _same(each, expression) for each in lengths):
-        return None
+    for each in lengths:
+        if not is_symbol(each) and not (isinstance(each, torch.SymInt) and each.node.expr == expression):
+            return None
     return rows // int(times)
-
-
-def _same(length: Any, expression: Any) -> bool:
-    return isinstance(length, torch.SymInt) and length.node.expr == expression
 
 
 def _places(rule: Rule, layouts: Sequence[Layout]) -> tuple[set[int], set[int]]:

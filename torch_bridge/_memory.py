@@ -85,11 +85,6 @@ class OwnedTable:
         _owned[addresses, device] = self._table
 
 
-def aligned(members: Sequence[Tensor]) -> bool:
-    """Whether all addresses are multiples of `ALIGNMENT`."""
-    return all(each.data_ptr() % ALIGNMENT == 0 for each in members)
-
-
 def _new_table(addresses: bytes, device: int) -> Tensor:
     place = torch.device("cpu") if device < 0 else torch.device("cuda", device)
     return device_integers(memoryview(addresses).cast("q").tolist(), torch.int64, place)

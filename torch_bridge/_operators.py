@@ -19,7 +19,7 @@ from grouped_core.debug import debug_flags
 from torch_bridge import _codec, _fake, _record
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._record import Prepared, Rule, prepare, results_of
-from torch_bridge._tensors import Layout, Leaf, flats, flatten_all, flattened, opened, written_leaves
+from torch_bridge._tensors import Flat, Layout, Leaf, flatten_all, unflatten, written_leaves
 
 
 class _Facts(NamedTuple):
@@ -84,7 +84,8 @@ def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
     Args:
         static: the rule's static facts. operands: an instance of its operand class. rows: M.
     """
-    return [opened(each, rows) for each in call_prepared(prepare(rule, static), operands, rows)]
+    results = call_prepared(prepare(rule, static), operands, rows)
+    return [unflatten(each.layout, iter(each.leaves), rows) if type(each) is Flat else each for each in results]
 
 
 def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any, ...]], rows: Any) -> list[Any]:
@@ -97,18 +98,15 @@ def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any
             frame may hold an argument itself until the call returns: it does under a hook of frame evaluation, which
             Dynamo leaves after a failed compilation.
     """
-    if _modes() == 0 and not _profiling():
-        results = None if debug_flags() else prepared.run(operands, rows, _record.observer)
+    is_plain = _modes() == 0 and not _profiling()
+    if is_plain and not debug_flags():
+        results = prepared.run(operands, rows, _record.observer)
         if results is not None:
             return results
-        operands = flattened(operands.pop() if isinstance(operands, list) else operands)
-        if EXCHANGE.describe(tuple(flatten_all(operands)[1])) is not None:
-            leaves: list[Any] = []
-            program = _record.program_for(prepared, operands, rows, leaves)
-            del operands  # so that they are freed as soon as no launch reads them
-            return _record.execute(program, leaves, rows)
     layouts, leaves = flatten_all(operands.pop() if isinstance(operands, list) else operands)
-    del operands
+    del operands  # so that they are freed as soon as no launch reads them
+    if is_plain and EXCHANGE.describe(tuple(leaves)) is not None:
+        return _record.execute(_record.program_for(prepared, layouts, leaves, rows), leaves, rows)
     rule, static = prepared.rule, prepared.static
     taken = _taken(rule, static, layouts, leaves)
     found = _fake.fake(rule, static, layouts, leaves, rows)
@@ -196,10 +194,8 @@ def _results(tensors: list[Tensor], arguments: Sequence[Any]) -> Any:
 
 def _execute(rule: Rule, *arguments: Any) -> Any:
     facts, leaves, rows = _arguments(rule, *arguments)
-    prepared = prepare(rule, facts.static)
-    found: list[Any] = []
-    program = _record.program_for(prepared, flats(facts.layouts, leaves), int(rows), found)
-    _, results = flatten_all(_record.execute(program, found, int(rows)))
+    program = _record.program_for(prepare(rule, facts.static), facts.layouts, leaves, int(rows))
+    _, results = flatten_all(_record.execute(program, leaves, int(rows)))
     return _results([results[at] for at in program.made], arguments)
 
 

@@ -24,7 +24,6 @@ from torch_bridge._memory import (
     ALIGNMENT,
     EXCHANGE,
     address_table,
-    aligned,
     current_device,
     empty_on_cpu,
     empty_on_cuda,
@@ -37,8 +36,8 @@ from torch_bridge._tensors import (
     Layout,
     Leaf,
     facts_cache,
+    flats,
     flatten,
-    flatten_all,
     leaf_count,
     same,
     spec_of,
@@ -396,7 +395,8 @@ def given_of(leaf: Leaf, *, has_memory: bool = True) -> Given | None:
         return Given(spec_of(leaf))
     there = [each for each in leaf if each is not None]
     one = spec_of(there[0])
-    return Given(ArraySpec((len(leaf), *one.shape), one.dtype), True, not has_memory or aligned(there))
+    is_aligned = not has_memory or all(each.data_ptr() % ALIGNMENT == 0 for each in there)
+    return Given(ArraySpec((len(leaf), *one.shape), one.dtype), True, is_aligned)
 
 
 def execute(program: Program, leaves: list[Any], rows: int) -> list[Any]:
@@ -420,18 +420,18 @@ def execute(program: Program, leaves: list[Any], rows: int) -> list[Any]:
     return run(leaves, raw_stream(device), watched)
 
 
-def program_for(prepared: Prepared, operands: tuple[Any, ...], rows: int, leaves: list[Any]) -> Program:
-    """The program for operands from `flattened`, which is made if there is none yet.
+def program_for(prepared: Prepared, layouts: tuple[Layout, ...], leaves: Sequence[Leaf], rows: int) -> Program:
+    """The program for operands from `flatten_all`, which is made if there is none yet.
 
     Args:
-        rows: M. leaves: an empty list, which gets those of the operands; the first one determines the device.
+        leaves: the first one determines the device. rows: M.
 
     Raises:
         ValueError, TypeError: the operands do not fit. NotImplementedError: no kernel supports them.
     """
-    program = prepared.programs.find(operands, rows, leaves)
+    operands = flats(layouts, leaves)
+    program = prepared.programs.find(operands, rows, [])
     if program is None:
-        layouts, _ = flatten_all(operands)
         device = _check_plain(leaves, EXCHANGE.describe(tuple(leaves)))
         program = _program(prepared.rule, prepared.static, layouts, leaves, rows, device)
         prepared.programs.keep(operands, rows, program)
@@ -478,17 +478,12 @@ def _launch(
 ) -> None:
     """One launch with the checks of GROUPED_DEBUG."""
     if "poison" in flags:
-        _poison(None if launcher.continues else values[-1], *(values[register] for register in made))
+        for each in (None if launcher.continues else values[-1], *[values[register] for register in made]):
+            if each is not None:
+                each.view(torch.uint8).fill_(0xFF)  # bytes that every float type reads as NaN
     if instead is None:
         launcher.launch(values, stream)
     else:
         instead(name, launcher, values, made, stream)
     if "sync" in flags and device >= 0 and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize(device)
-
-
-def _poison(*tensors: Tensor | None) -> None:
-    """Fills tensors with bytes that every float type reads as NaN."""
-    for each in tensors:
-        if each is not None:
-            each.view(torch.uint8).fill_(0xFF)

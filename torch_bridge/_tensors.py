@@ -218,13 +218,8 @@ def flatten_all(operands: Sequence[Any]) -> tuple[tuple[Layout, ...], list[Any]]
     return tuple([flatten(each, leaves) for each in operands]), leaves
 
 
-def flattened(operands: Sequence[Any]) -> tuple[Any, ...]:
-    """The operands, those of several leaves as `Flat` with a layout that is the same object each time."""
-    return flats(*flatten_all(operands))
-
-
 def flats(layouts: Sequence[Layout], leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """The operands of which `flatten_all` made these, as `flattened` returns them."""
+    """The operands of `flatten_all`, those of several leaves as `Flat`; equal layouts are the same object each time."""
     rest = iter(leaves)
     return tuple(
         [
@@ -257,11 +252,6 @@ def _flatten_form(q: QTensor[Any], leaves: list[Any]) -> Form:
     shape = tuple(map(int, q.shape)) if len(q.shape) == 3 else (-1, int(q.shape[1]))
     other = None if q.other is None else _flatten_form(q.other, leaves)
     return Form(q.format, q.axis, shape, q.dtype, (scales is not None, group_scales is not None), other)
-
-
-def opened(operand: Any, rows: Any) -> Any:
-    """The operand itself instead of a `Flat`; `rows`: M."""
-    return unflatten(operand.layout, iter(operand.leaves), rows) if type(operand) is Flat else operand
 
 
 def unflatten(
@@ -338,32 +328,20 @@ def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
     tensors: list[Tensor | None] = []
     layouts: list[tuple[Layout, tuple[int, ...]]] = []
     for operand in operands:
-        kind = type(operand)
-        if kind in _ONE:
+        if type(operand) in _ONE:
             tensors.append(operand)
             layouts.append(_ITSELF)
-        elif kind is list:
-            tensors += operand
-            layouts.append((None, (len(operand),)))
+            continue
+        leaves: list[Any] = []
+        layout = flatten(operand, leaves)
+        if _ONE.issuperset(map(type, leaves)):
+            counts = (-1,) * len(leaves)
+            tensors += leaves
         else:
-            leaves: list[Any] = []
-            layout = flatten(operand, leaves)
-            counts = _counts(leaves)
-            layouts.append((layout, counts))
-            if counts is _SINGLE[len(leaves)]:
-                tensors += leaves
-            else:
-                tensors += [each for leaf in leaves for each in (leaf if isinstance(leaf, (list, tuple)) else (leaf,))]
+            counts = tuple([len(leaf) if isinstance(leaf, (list, tuple)) else -1 for leaf in leaves])
+            tensors += [each for leaf in leaves for each in (leaf if isinstance(leaf, (list, tuple)) else (leaf,))]
+        layouts.append((layout, counts))
     return tensors, tuple(layouts)
-
-
-def _counts(leaves: Sequence[Any]) -> tuple[int, ...]:
-    if _ONE.issuperset(map(type, leaves)):
-        return _SINGLE[len(leaves)]
-    return tuple([len(leaf) if isinstance(leaf, (list, tuple)) else -1 for leaf in leaves])
-
-
-_SINGLE = [(-1,) * count for count in range(32)]
 
 
 def unpack(layouts: Layouts, tensors: Sequence[Any]) -> list[Any]:
