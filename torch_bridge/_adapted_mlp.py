@@ -6,6 +6,7 @@ Letters: G groups, M rows, T tokens, k experts per token, K hidden size of the m
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,43 +61,13 @@ class AdaptedMlpGrads(NamedTuple):
     needs: LoraMlpNeeds
 
 
-class _Operands(NamedTuple):
-    """Operands of forward of rows; `extras`: of both products."""
+_Operands = namedtuple("_Operands", "x wi wo sizes probs wi_bias wo_bias out a_wi b_wi a_wo b_wo key extras")
+"""Operands of forward of rows; `extras`: of both products."""
 
-    x: Any
-    wi: Any
-    wo: Any
-    sizes: Any
-    probs: Any
-    wi_bias: Any
-    wo_bias: Any
-    out: Any
-    a_wi: Any
-    b_wi: Any
-    a_wo: Any
-    b_wo: Any
-    key: Any
-    extras: Any
-
-
-class _TokenOperands(NamedTuple):
-    """Operands of forward of tokens."""
-
-    x: Any
-    experts: Any
-    weights: Any
-    wi: Any
-    wo: Any
-    tokens: Any
-    wi_bias: Any
-    wo_bias: Any
-    out: Any
-    a_wi: Any
-    b_wi: Any
-    a_wo: Any
-    b_wo: Any
-    key: Any
-    extras: Any
+_TokenOperands = namedtuple(
+    "_TokenOperands", "x experts weights wi wo tokens wi_bias wo_bias out a_wi b_wi a_wo b_wo key extras"
+)
+"""Operands of forward of tokens."""
 
 
 _NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
@@ -137,51 +108,16 @@ _ROUTED_FORWARD = define(
     most_results=20,  # the order of the rows besides
 )
 
+_HiddenOperands = namedtuple(
+    "_HiddenOperands", "x h z wi wo sizes probs wi_bias wo_bias dy u_wi u_wo b_wi a_wo b_wo key extras"
+)
+"""Operands of the first stage of rows, which ends at the gradient of the hidden rows."""
 
-class _HiddenOperands(NamedTuple):
-    """Operands of the first stage of rows, which ends at the gradient of the hidden rows."""
-
-    x: Any
-    h: Any
-    z: Any
-    wi: Any
-    wo: Any
-    sizes: Any
-    probs: Any
-    wi_bias: Any
-    wo_bias: Any
-    dy: Any
-    u_wi: Any
-    u_wo: Any
-    b_wi: Any
-    a_wo: Any
-    b_wo: Any
-    key: Any
-    extras: Any
-
-
-class _TokenHiddenOperands(NamedTuple):
-    """Operands of the first stage of tokens."""
-
-    x: Any
-    h: Any
-    z: Any
-    wi: Any
-    wo: Any
-    sizes: Any
-    source: Any
-    inverse: Any
-    probs: Any
-    wi_bias: Any
-    wo_bias: Any
-    dy: Any
-    u_wi: Any
-    u_wo: Any
-    b_wi: Any
-    a_wo: Any
-    b_wo: Any
-    key: Any
-    extras: Any
+_TokenHiddenOperands = namedtuple(
+    "_TokenHiddenOperands",
+    "x h z wi wo sizes source inverse probs wi_bias wo_bias dy u_wi u_wo b_wi a_wo b_wo key extras",
+)
+"""Operands of the first stage of tokens."""
 
 
 def _hidden_rule(run: Any, static: AdaptedMlpGrads, o: Any) -> tuple[Any, ...]:
@@ -215,39 +151,13 @@ _ROUTED_AT_HIDDEN = define(
     most_results=12,
 )
 
+_FirstOperands = namedtuple("_FirstOperands", "x wi sizes dh of_dh u_wi a_wi b_wi key grad_input extras")
+"""Operands of the second stage of rows, the gradients of the first product."""
 
-class _FirstOperands(NamedTuple):
-    """Operands of the second stage of rows, the gradients of the first product."""
-
-    x: Any
-    wi: Any
-    sizes: Any
-    dh: Any
-    of_dh: Any
-    u_wi: Any
-    a_wi: Any
-    b_wi: Any
-    key: Any
-    grad_input: Any
-    extras: Any
-
-
-class _TokenFirstOperands(NamedTuple):
-    """Operands of the second stage of tokens."""
-
-    x: Any
-    wi: Any
-    sizes: Any
-    source: Any
-    inverse: Any
-    dh: Any
-    of_dh: Any
-    u_wi: Any
-    a_wi: Any
-    b_wi: Any
-    key: Any
-    grad_input: Any
-    extras: Any
+_TokenFirstOperands = namedtuple(
+    "_TokenFirstOperands", "x wi sizes source inverse dh of_dh u_wi a_wi b_wi key grad_input extras"
+)
+"""Operands of the second stage of tokens."""
 
 
 def _first_rule(run: Any, static: AdaptedMlpGrads, o: Any) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ Letters: G groups, M rows, K in, N out, r rank.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -39,19 +40,8 @@ class AdaptedForward(NamedTuple):
     needs: LoraNeeds
 
 
-class AdaptedOperands(NamedTuple):
-    """Operands of forward."""
-
-    x: Any
-    weight: Any
-    a: Any
-    b: Any
-    sizes: Any
-    bias: Any
-    row_scale: Any
-    out: Any
-    key: Any
-    extras: Any
+AdaptedOperands = namedtuple("AdaptedOperands", "x weight a b sizes bias row_scale out key extras")
+"""Operands of forward."""
 
 
 def _extras(o: Any) -> quantizing.Extras:
@@ -84,21 +74,8 @@ class AdaptedMainGrads(NamedTuple):
     needs: LoraNeeds
 
 
-class AdaptedGradOperands(NamedTuple):
-    """Operands of these gradients."""
-
-    x: Any
-    weight: Any
-    u: Any
-    a: Any
-    b: Any
-    sizes: Any
-    bias: Any
-    row_scale: Any
-    dy: Any
-    key: Any
-    grad_input: Any
-    extras: Any
+AdaptedGradOperands = namedtuple("AdaptedGradOperands", "x weight u a b sizes bias row_scale dy key grad_input extras")
+"""Operands of these gradients."""
 
 
 def _main_grads_rule(run: Any, static: AdaptedMainGrads, o: AdaptedGradOperands) -> tuple[Any, ...]:
@@ -125,13 +102,8 @@ class Merging(NamedTuple):
     adapter: Adapter
 
 
-class MergeOperands(NamedTuple):
-    """Operands of merging: the weight and B as rows, A, and N for each group."""
-
-    weight: Any
-    b: Any
-    a: Any
-    sizes: Any
+MergeOperands = namedtuple("MergeOperands", "weight b a sizes")
+"""Operands of merging: the weight and B as rows, A, and N for each group."""
 
 
 def _merge_rule(run: Any, static: Merging, o: MergeOperands) -> tuple[Any, ...]:

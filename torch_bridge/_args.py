@@ -15,26 +15,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from grouped_core import activations, linear_spec, memory, scaling
+from grouped_core import activations, linear_spec, memory, mlp_spec, scaling
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
 from grouped_core.formats import WIDE, Format, QTensor, wide
 from grouped_core.linear_spec import Linear, Names, implementation_names, recipe_option
 from grouped_core.lora import LORA
 from grouped_core.memory import Span
-from grouped_core.mlp_spec import (
-    Mlp,
-    MlpNames,
-    MlpSpecs,
-    Residuals,
-    check,
-    check_join,
-    check_pair,
-    joins,
-    residuals_option,
-)
+from grouped_core.mlp_spec import Mlp, MlpNames, MlpSpecs, Residuals
 from grouped_core.plans import Planner
-from grouped_core.products import Paired, in_form, operand_spec, quantized_spec
+from grouped_core.products import in_form, operand_spec, quantized_spec
 from grouped_core.ranks import check_member, check_rank, letters
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_calls import MAX_SLOTS
@@ -59,6 +49,7 @@ from torch_bridge._tensors import (
     parts_of,
     rows_spec,
     settle_rows,
+    tensors_of,
 )
 from torch_bridge.exchange import is_foreign
 from torch_bridge.sizes import prepare_sizes, saturate
@@ -272,7 +263,7 @@ def mlp_arguments(
     pinned = implementation_names(implementation)
     paired = is_pair(wi)
     options = (names, bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint, pinned, paired)
-    if paired and join and joins(op := _mlp(options), _with_master(x)[1]):
+    if paired and join and mlp_spec.joins(op := _mlp(options), _with_master(x)[1]):
         wi, options = _joined_pair(op, wi, wgrad_accum), (*options[:-1], False)
     weights, biases, of_weights = (wi, wo), (wi_bias, wo_bias), (names.wi, names.wo)
     return _arguments(_check_mlp, of_weights, x, weights, sizes, probs, biases, options, bounds, wgrad_accum, caches)
@@ -313,7 +304,7 @@ def _mlp(options: Sequence[Any]) -> Mlp:
         activations.resolve(activation),
         transposed=transposed,
         recipe=recipe,
-        residuals=Residuals(residuals_option(residuals).policy),
+        residuals=Residuals(mlp_spec.residuals_option(residuals).policy),
         rows_hint=rows_hint,
         implementation=pinned,
         paired=paired,
@@ -338,7 +329,7 @@ def _check_mlp(
     if op.paired:
         for at, half in enumerate(wi):
             check_operand(f"{names.wi}[{at}]", half, first)
-        check_pair(op, *map(fixed_spec, wi))
+        mlp_spec.check_pair(op, *map(fixed_spec, wi))
         wi_spec: Any = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, wi))))
     else:
         _check_weight(("mlp", "wi"), names.wi, wi, first, transposed=op.transposed)
@@ -355,9 +346,9 @@ def _check_mlp(
         x_spec = ArraySpec((count, given.x.shape[1]), given.x.dtype)
         specs = given._replace(x=x_spec, probs=ArraySpec((count,), probs_spec.dtype))
     if routed and isinstance(rows, QTensor):  # formats are checked here; where gradients are concerned rows are plain
-        check(op, *given[:3], sizes_spec, None, *of_biases)
+        mlp_spec.check(op, *given[:3], sizes_spec, None, *of_biases)
     else:
-        check(op, *specs[:3], sizes_spec, *specs[3:])
+        mlp_spec.check(op, *specs[:3], sizes_spec, *specs[3:])
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
     _, wi_master, wo_master = masters
@@ -415,8 +406,8 @@ def _joined_pair(op: Mlp, wi: Any, wgrad_accum: Any) -> Tensor:
     """
     for at, half in enumerate(wi):
         check_operand(f"{MLP_NAMES.wi}[{at}]", half, wi[0])
-    check_pair(op, *map(fixed_spec, wi))
-    check_join(op, wgrad_accum is not None and (isinstance(wgrad_accum, str) or wgrad_accum[0] is not None))
+    mlp_spec.check_pair(op, *map(fixed_spec, wi))
+    mlp_spec.check_join(op, wgrad_accum is not None and (isinstance(wgrad_accum, str) or wgrad_accum[0] is not None))
     return torch.cat(list(wi), dim=op.fc1().weight_axes()[1])
 
 
@@ -792,21 +783,15 @@ def check_apart_from_operands(written: Named, given: Arguments) -> None:
         return
     names, two = given.checked.op.names, len(given.biases) == 2
     read = [(names.sizes, given.sizes), (names.probs if two else names.row_scale, given.row_scale)]
-    read += [(f"{LORA}_key", given.key), *[(name, each) for name, base in given.base for each in _tensors(base)]]
-    read += [(names.x, each) for each in _tensors(given.x)]
+    read += [(f"{LORA}_key", given.key), *[(name, each) for name, base in given.base for each in tensors_of(base)]]
+    read += [(names.x, each) for each in tensors_of(given.x)]
     for name, operand in zip(given.checked.names, given.weights, strict=True):
-        tensors = _tensors(operand)
+        tensors = tensors_of(operand)
         plain = not isinstance(operand, QTensor)
         read += zip(leaf_names(tensors, name) if plain else [name] * len(tensors), tensors, strict=True)
     biases = (MLP_NAMES.wi_bias, MLP_NAMES.wo_bias) if two else (NAMES.bias,)
     read += [(name, each) for name, some in zip(biases, given.biases, strict=True) for each in members(some)]
     check_apart(written, read)
-
-
-def _tensors(operand: Any) -> list[Tensor]:
-    if isinstance(operand, QTensor):
-        return parts_of(operand)
-    return [operand.gate, operand.up] if isinstance(operand, Paired) else members(operand)
 
 
 def check_apart(written: Named, read: Named) -> None:

@@ -126,5 +126,5 @@ def _lengths(form: Form, leaves: Sequence[Any], rows: Any, groups: int) -> dict[
     spec = spec_in_format(form.format, (rows, form.shape[1]), form.axis, form.dtype, groups)
     parts = [part for part in (spec.values, spec.scales, spec.group_scales) if part is not None]
     pairs = zip(leaves, parts, strict=False)
-    found: dict[int, Sequence[Any]] = {at: part.shape for at, part in pairs if isinstance(at, int)}
+    found: dict[int, Sequence[Any]] = {at: part.shape for at, part in pairs if at >= 0}
     return found if form.other is None else found | _lengths(form.other, leaves[len(parts) :], rows, groups)

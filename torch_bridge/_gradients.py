@@ -27,7 +27,7 @@ from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
 from torch_bridge._scaling import WEIGHT, Scaling
-from torch_bridge._tensors import TORCH_DTYPES, pack
+from torch_bridge._tensors import TORCH_DTYPES, tensors_of
 from torch_bridge.quantized_weight import QuantizedWeight
 
 
@@ -148,7 +148,7 @@ class WeightGradient:
     def tensors(self) -> list[Tensor]:
         """The tensors that it keeps alive."""
         tokens = () if self.tokens is None else (self.tokens.x, self.tokens.source, self.tokens.scale)
-        return [each for each in pack((self.rows, self.dy, self.sizes, *tokens))[0] if each is not None]
+        return tensors_of(self.rows, self.dy, self.sizes, *tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

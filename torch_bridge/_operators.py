@@ -108,15 +108,15 @@ def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any
     if is_plain and EXCHANGE.describe(tuple(leaves)) is not None:
         return _record.execute(_record.program_for(prepared, layouts, leaves, rows), leaves, rows)
     rule, static = prepared.rule, prepared.static
-    taken = _taken(rule, static, layouts, leaves)
+    read, written, text = _taken(rule, static, layouts, leaves)
     found = _fake.fake(rule, static, layouts, leaves, rows)
     made = found.recording.made()
-    if taken.written:
+    if written:
         operator = getattr(torch.ops.torch_bridge, f"{rule.name}_into{len(made)}").default
-        tensors = operator(taken.read, taken.written, taken.facts, rows)
+        tensors = operator(read, written, text, rows)
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors or ()
     else:
-        tensors = getattr(torch.ops.torch_bridge, rule.name).default(taken.read, taken.facts, rows)
+        tensors = getattr(torch.ops.torch_bridge, rule.name).default(read, text, rows)
     return results_of(found.recording.outputs, leaves, dict(zip(made, tensors, strict=True)))
 
 
@@ -124,31 +124,25 @@ _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Taken(NamedTuple):
-    """Leaves as arguments of an operator."""
-
-    read: list[Tensor]
-    written: list[Tensor]
-    facts: str
-
-
-def _taken(rule: Rule, static: Any, layouts: tuple[Layout, ...], leaves: Sequence[Leaf]) -> _Taken:
+def _taken(
+    rule: Rule, static: Any, layouts: tuple[Layout, ...], leaves: Sequence[Leaf]
+) -> tuple[list[Tensor], list[Tensor], str]:
+    """Leaves as arguments of an operator: the tensors that it reads, those that it writes, their description."""
     read: list[Tensor] = []
     written: list[Tensor] = []
     kinds: list[Any] = []
     for is_written, leaf in zip(_written(rule, layouts), leaves, strict=True):
-        tensors: list[Tensor] = []
+        into = written if is_written else read
         if leaf is None:
             kinds.append(None)
         elif isinstance(leaf, Tensor):
             kinds.append(-1)
-            tensors = [leaf]
+            into.append(leaf)
         else:
             there = tuple([at for at, each in enumerate(leaf) if each is not None])
             kinds.append(len(leaf) if len(there) == len(leaf) else (len(leaf), there))
-            tensors = [each for each in leaf if each is not None]
-        (written if is_written else read).extend(tensors)
-    return _Taken(read, written, _codec.to_text(_Facts(static, layouts, tuple(kinds))))
+            into += [each for each in leaf if each is not None]
+    return read, written, _codec.to_text(_Facts(static, layouts, tuple(kinds)))
 
 
 @lru_cache(maxsize=1024)

@@ -192,10 +192,14 @@ class Recorder:
 
 
 class Output(NamedTuple):
-    """One result of a rule: its layout, and for each leaf a new register, or (None, n) for leaf n of the operands."""
+    """One result of a rule: its layout, and what its leaves are, as `_native.Program` takes them.
+
+    Attributes:
+        leaves: new registers; -1 for nothing, and -2 - n for leaf n of the operands.
+    """
 
     layout: Layout
-    leaves: tuple[int | tuple[None, int] | None, ...]
+    leaves: tuple[int, ...]
 
 
 class Recording(NamedTuple):
@@ -213,7 +217,7 @@ class Recording(NamedTuple):
 
     def made(self) -> list[int]:
         """The registers of results that are not operands, in order, each once."""
-        new = (at for output in self.outputs for at in output.leaves if isinstance(at, int))
+        new = (at for output in self.outputs for at in output.leaves if at >= 0)
         return list(dict.fromkeys(new))
 
 
@@ -235,8 +239,8 @@ def record(
     for result in rule.run(run, static, operands):
         parts: list[Any] = []
         layout = flatten(result, parts)
-        at = [None if part is None else _register(part) for part in parts]
-        outputs.append(Output(layout, tuple([(None, places[n]) if n in places else n for n in at])))
+        at = [-1 if part is None else _register(part) for part in parts]
+        outputs.append(Output(layout, tuple([-2 - places[n] if n in places else n for n in at])))
     return Recording(tuple(run.steps), tuple(outputs), tuple(run.specs), count, run.rows)
 
 
@@ -257,7 +261,7 @@ def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any) -> 
     """
     results = []
     for layout, places in outputs:
-        parts = [None if at is None else leaves[at[1]] if isinstance(at, tuple) else made[at] for at in places]
+        parts = [made[at] if at >= 0 else None if at == -1 else leaves[-2 - at] for at in places]
         results.append(parts[0] if layout is None else Flat(layout, tuple(parts)))
     return results
 
@@ -290,14 +294,11 @@ def _program(
     steps, workspace_bytes = _planned(recording, _addresses(recording, leaves), arch_of(device))
     index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
     leaves_of = [at for output in recording.outputs for at in output.leaves]
-    returned = {at[1] for at in leaves_of if isinstance(at, tuple)}
-    results = [
-        [-1 if n is None else -2 - n[1] if isinstance(n, tuple) else n for n in ats] for _, ats in recording.outputs
-    ]
+    returned = {-2 - at for at in leaves_of if at < -1}
     native = _native.Program(
         EXCHANGE,
         steps,
-        [(same(own[0]), ats) if own[0] else ats[0] for own, ats in zip(recording.outputs, results, strict=True)],
+        [(same(layout), list(ats)) if layout else ats[0] for layout, ats in recording.outputs],
         [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in returned],
         len(recording.specs) + 1,
         ((workspace_bytes,), (1,), torch.uint8) if workspace_bytes else None,

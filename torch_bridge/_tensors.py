@@ -279,9 +279,8 @@ def unflatten(
         products = []
         for scales, amaxes in layout.products:
             found = [None if at is None else row_of(arrays[at[0]], at[1]) for at in (*scales, *amaxes)]
-            x, w, dy, *rest = found
-            x_amax, w_amax, dy_amax = rest
-            products.append(Extras(key, x, w, dy, layout.measure, x_amax, w_amax, dy_amax))
+            x, w, dy, *of_amax = found
+            products.append(Extras(key, x, w, dy, layout.measure, *of_amax))
         return tuple(products)
     values, (has_scales, has_group_scales) = next(leaves), layout.scaled
     scales = next(leaves) if has_scales else None
@@ -328,9 +327,14 @@ def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
     tensors: list[Tensor | None] = []
     layouts: list[tuple[Layout, tuple[int, ...]]] = []
     for operand in operands:
-        if type(operand) in _ONE:
+        kind = type(operand)
+        if kind in _ONE:
             tensors.append(operand)
             layouts.append(_ITSELF)
+            continue
+        if kind is list:
+            tensors += operand
+            layouts.append((None, (len(operand),)))
             continue
         leaves: list[Any] = []
         layout = flatten(operand, leaves)
@@ -342,6 +346,11 @@ def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
             tensors += [each for leaf in leaves for each in (leaf if isinstance(leaf, (list, tuple)) else (leaf,))]
         layouts.append((layout, counts))
     return tensors, tuple(layouts)
+
+
+def tensors_of(*operands: Any) -> list[Tensor]:
+    """All tensors of these operands."""
+    return [each for each in pack(operands)[0] if each is not None]
 
 
 def unpack(layouts: Layouts, tensors: Sequence[Any]) -> list[Any]:

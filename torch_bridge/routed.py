@@ -6,9 +6,10 @@ For backward it keeps the tokens, not their rows. Letters: T tokens, k experts p
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -100,20 +101,8 @@ def routed_mlp(
 # ---------------------------------------------------------------------------------------------------------------------
 # Operators
 
-
-class RoutedOperands(NamedTuple):
-    """Operands of forward; `extras`: of both products."""
-
-    x: Any
-    experts: Any
-    weights: Any
-    wi: Any
-    wo: Any
-    tokens: Any
-    wi_bias: Any
-    wo_bias: Any
-    out: Any
-    extras: Any
+RoutedOperands = namedtuple("RoutedOperands", "x experts weights wi wo tokens wi_bias wo_bias out extras")
+"""Operands of forward; `extras`: of both products."""
 
 
 def _forward_rule(run: Any, static: tuple[Mlp, MlpNeeds], o: RoutedOperands) -> tuple[Any, ...]:
@@ -133,23 +122,8 @@ _FORWARD = define(
     most_results=18,  # y, four of the order, h, and rows and weights of both products as backward reads them
 )
 
-
-class HiddenOperands(NamedTuple):
-    """Operands of the first stage, which ends at the gradient of the hidden rows."""
-
-    x: Any
-    h: Any
-    z: Any
-    wi: Any
-    wo: Any
-    sizes: Any
-    source: Any
-    inverse: Any
-    probs: Any
-    wi_bias: Any
-    wo_bias: Any
-    dy: Any
-    extras: Any
+HiddenOperands = namedtuple("HiddenOperands", "x h z wi wo sizes source inverse probs wi_bias wo_bias dy extras")
+"""Operands of the first stage, which ends at the gradient of the hidden rows."""
 
 
 def _hidden_rule(run: Any, static: GradFacts, o: HiddenOperands) -> tuple[Any, ...]:
@@ -169,19 +143,8 @@ _AT_HIDDEN = define(
     most_results=15,  # three gradients, two forms of dh, and z and dy as the weight gradient reads them
 )
 
-
-class FirstOperands(NamedTuple):
-    """Operands of the second stage, the gradients of the first product; dh and its codes come from the first stage."""
-
-    dh: Any
-    of_dh: Any
-    x: Any
-    wi: Any
-    sizes: Any
-    source: Any
-    inverse: Any
-    grad_input: Any
-    extras: Any
+FirstOperands = namedtuple("FirstOperands", "dh of_dh x wi sizes source inverse grad_input extras")
+"""Operands of the second stage, the gradients of the first product; dh and its codes come from the first stage."""
 
 
 def _first_rule(run: Any, static: GradFacts, o: FirstOperands) -> tuple[Any, ...]:
