@@ -137,9 +137,7 @@ class Checked:
 
     Attributes:
         op: the operation. specs: the specs of its operands.
-        lists: for each weight, then each bias: the number of its tensors, 1 for a quantised weight without a master
-            weight, and whether it is one packed tensor.
-        names: of the weights, for messages.
+        lists: of its weights and biases. names: of the weights, for messages.
         asked: what follows from it for the gradients that are needed; `_autograd` fills it.
     """
 
@@ -151,7 +149,8 @@ class Checked:
 
 
 Lists = tuple[tuple[int, bool], ...]
-"""For each weight, then each bias: the number of its tensors, and whether it is one packed tensor."""
+"""For each weight, then each bias: the number of its tensors, and whether it is one packed tensor, as which a quantised
+weight without a master weight counts."""
 
 _checked: Cache[Any, FactsCache] = Cache()
 """By the options: the results of the checks by the facts of the operands."""
@@ -445,9 +444,9 @@ def _arguments(
         operands = (x, *weights, sizes, row_scale, *biases)
         arrays, layouts = _arrays(operands)
         key = (names, options, masters, *layouts)
-    scaling = _UNBOUND
+    bound_scaling = _UNBOUND
     if bounds[0].key is not None or bounds[0].state is not None:
-        scaling = Scaling(bounds[0].key, tuple([bound.state for bound in bounds if bound.state is not None]))
+        bound_scaling = Scaling(bounds[0].key, tuple([bound.state for bound in bounds if bound.state is not None]))
         for bound in bounds:
             own = (bound.state.scale, bound.state.history) if isinstance(bound.state, ScalingState) else ()
             arrays, key = (*arrays, bound.key, *own), (*key, bound.key is None)
@@ -479,7 +478,7 @@ def _arguments(
         leaf,
         leaves_of,
         found,
-        scaling,
+        bound_scaling,
         isinstance(wgrad_accum, str),
         accumulators,
         caches,
@@ -699,14 +698,12 @@ def accumulators_of(given: Any, leaves: list[Tensor], accum_name: str, weight_na
     Raises:
         ValueError, TypeError: its form differs from the weight's (one tensor or a list), or a tensor does not fit.
     """
-    found: list[Any] | None = (
-        [given] if isinstance(given, Tensor) else list(given) if isinstance(given, (list, tuple)) else None
-    )
-    if found is None:
+    if not isinstance(given, (Tensor, list, tuple)):
         raise ValueError(
             f"`{accum_name}`: {given!r}, expected None, a tensor for a packed weight or a list of tensors for a "
             "list of weights, or 'main_grad' for all weights of the operation; pass one of them."
         )
+    found: list[Any] = members(given)
     if len(found) != len(leaves) or is_packed(leaves) != isinstance(given, Tensor):
         raise ValueError(
             f"`{accum_name}`: {len(found)} tensors, expected one for each of the {len(leaves)} weights, in the same "

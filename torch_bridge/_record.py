@@ -125,11 +125,11 @@ class Cast(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One native call. A result has a new register or that of a buffer; None: absent, or written through a table."""
+    """One native call. A result has a new register or that of a buffer; -1: absent, or written through a table."""
 
     call: Call
     operands: tuple[tuple[int, int], ...]  # (slot, register) of those that are present
-    results: tuple[int | None, ...]
+    results: tuple[int, ...]
 
 
 class Given(NamedTuple):
@@ -175,7 +175,7 @@ class Recorder:
             buffers[at] if at in buffers else None if spec is None else self.register(spec)
             for at, spec in enumerate(call.outputs)
         )
-        ats = tuple(None if result is None else result.at for result in results)
+        ats = tuple(-1 if result is None else result.at for result in results)
         self.steps.append(Launch(call, present, ats))
         return results
 
@@ -340,8 +340,7 @@ def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple
         registers = [-1] * (inputs + len(step.call.outputs) + 1)
         for slot, register in step.operands:
             registers[slot] = register
-        for slot, register in enumerate(step.results, inputs):
-            registers[slot] = -1 if register is None else register
+        registers[inputs:-1] = step.results
         at_slots = [0 if at < 0 else addresses[at] for at in registers]
         needed = plan.workspace_for(at_slots)
         offsets = [rows[at].offset if at in rows else 0 for at in registers]
