@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -44,22 +44,8 @@ NAME, ROUTED_NAME = "grouped_mlp_lora", "routed_mlp_lora"
 # Operators
 
 
-class AdaptedMlpForward(NamedTuple):
-    """Static facts of forward."""
-
-    op: Mlp
-    adapters: Adapters
-    needs: LoraMlpNeeds
-
-
-class AdaptedMlpGrads(NamedTuple):
-    """Static facts of both stages of backward."""
-
-    op: Mlp
-    adapters: Adapters
-    specs: MlpSpecs
-    needs: LoraMlpNeeds
-
+_GradFacts = tuple[Mlp, Adapters, MlpSpecs, LoraMlpNeeds]
+"""Static facts of both stages of backward."""
 
 _Operands = namedtuple("_Operands", "x wi wo sizes probs wi_bias wo_bias out a_wi b_wi a_wo b_wo key extras")
 """Operands of forward of rows; `extras`: of both products."""
@@ -73,7 +59,7 @@ _TokenOperands = namedtuple(
 _NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
 
 
-def _forward_rule(run: Any, static: AdaptedMlpForward, o: Any) -> tuple[Any, ...]:
+def _forward_rule(run: Any, static: tuple[Mlp, Adapters, LoraMlpNeeds], o: Any) -> tuple[Any, ...]:
     op, adapters, needs = static
     *operands, a_wi, b_wi, a_wo, b_wo, key, extras = o
     factors = Factors(a_wi, b_wi, a_wo, b_wo)
@@ -92,7 +78,6 @@ _FORWARD = define(
     NAME,
     _forward_rule,
     _Operands,
-    AdaptedMlpForward,
     rows=("x", "probs", "out"),
     written=("out",),
     most_results=16,  # y, h, rows of both A, and rows and weights of both products as backward reads them
@@ -102,7 +87,6 @@ _ROUTED_FORWARD = define(
     ROUTED_NAME,
     _forward_rule,
     _TokenOperands,
-    AdaptedMlpForward,
     derived=("x", "experts", "weights", "out"),
     written=("out",),
     most_results=20,  # the order of the rows besides
@@ -120,7 +104,7 @@ _TokenHiddenOperands = namedtuple(
 """Operands of the first stage of tokens."""
 
 
-def _hidden_rule(run: Any, static: AdaptedMlpGrads, o: Any) -> tuple[Any, ...]:
+def _hidden_rule(run: Any, static: _GradFacts, o: Any) -> tuple[Any, ...]:
     op, adapters, specs, needs = static
     *operands, u_wi, u_wo, b_wi, a_wo, b_wo, key, extras = o
     options: dict[str, Any] = {"extras": extras or _NO_EXTRAS}
@@ -138,7 +122,6 @@ _AT_HIDDEN = define(
     f"{NAME}_at_hidden",
     _hidden_rule,
     _HiddenOperands,
-    AdaptedMlpGrads,
     rows=("x", "h", "z", "probs", "dy", "u_wi", "u_wo"),
     most_results=12,
 )
@@ -146,7 +129,6 @@ _ROUTED_AT_HIDDEN = define(
     f"{ROUTED_NAME}_at_hidden",
     _hidden_rule,
     _TokenHiddenOperands,
-    AdaptedMlpGrads,
     derived=("x", "h", "z", "source", "inverse", "probs", "dy", "u_wi", "u_wo"),
     most_results=12,
 )
@@ -160,7 +142,7 @@ _TokenFirstOperands = namedtuple(
 """Operands of the second stage of tokens."""
 
 
-def _first_rule(run: Any, static: AdaptedMlpGrads, o: Any) -> tuple[Any, ...]:
+def _first_rule(run: Any, static: _GradFacts, o: Any) -> tuple[Any, ...]:
     op, adapters, specs, needs = static
     *operands, u_wi, a_wi, b_wi, key, grad_input, extras = o
     if not op.keeps_rows:
@@ -176,7 +158,6 @@ _FIRST = define(
     f"{NAME}_first_product",
     _first_rule,
     _FirstOperands,
-    AdaptedMlpGrads,
     rows=("x", "dh", "of_dh", "u_wi", "grad_input"),
     written=("grad_input",),
     most_results=6,
@@ -185,7 +166,6 @@ _ROUTED_FIRST = define(
     f"{ROUTED_NAME}_first_product",
     _first_rule,
     _TokenFirstOperands,
-    AdaptedMlpGrads,
     derived=("x", "source", "inverse", "dh", "of_dh", "u_wi", "grad_input"),
     written=("grad_input",),
     most_results=6,
@@ -203,10 +183,10 @@ def _facts(
     of_base: MlpSpecs = specs.base
     has = [each is not None for each in (of_base.probs, of_base.wi_bias, of_base.wo_bias)]
     keep = lora_mlp.kept(base, adapters, needs, *has)
-    static = AdaptedMlpGrads(base, adapters, of_base, needs)
+    static = (base, adapters, of_base, needs)
     stages = (at_hidden, first) if needs_dh(lora_mlp.base_needs(adapters, needs)) else (at_hidden,)
     backward = tuple([prepare(stage, static) for stage in stages])
-    products, forward_stage = lora_mlp.products(*op), prepare(forward, AdaptedMlpForward(base, adapters, needs))
+    products, forward_stage = lora_mlp.products(*op), prepare(forward, (base, adapters, needs))
     return Facts(op, specs, needs, any(needs), keep, products, forward_stage, backward)
 
 

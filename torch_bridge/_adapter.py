@@ -6,7 +6,7 @@ Letters: G groups, M rows, K in, N out, r rank.
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +32,6 @@ NAME = "grouped_linear_lora"
 # Operators
 
 
-class AdaptedForward(NamedTuple):
-    """Static facts of forward."""
-
-    op: Linear
-    adapter: Adapter
-    needs: LoraNeeds
-
-
 AdaptedOperands = namedtuple("AdaptedOperands", "x weight a b sizes bias row_scale out key extras")
 """Operands of forward."""
 
@@ -48,16 +40,16 @@ def _extras(o: Any) -> quantizing.Extras:
     return o.extras[0] if o.extras else quantizing.NO_MEASURES
 
 
-def _forward_rule(run: Any, static: AdaptedForward, o: AdaptedOperands) -> tuple[Any, ...]:
+def _forward_rule(run: Any, static: tuple[Linear, Adapter, LoraNeeds], o: AdaptedOperands) -> tuple[Any, ...]:
+    op, adapter, needs = static
     operands = (o.x, o.weight, o.a, o.b, o.sizes, o.bias, o.row_scale, o.out, o.key)
-    return lora.forward(run, static.op, static.adapter, *operands, extras=_extras(o), needs=static.needs)[:4]
+    return lora.forward(run, op, adapter, *operands, extras=_extras(o), needs=needs)[:4]
 
 
 _FORWARD = define(
     NAME,
     _forward_rule,
     AdaptedOperands,
-    AdaptedForward,
     rows=("x", "row_scale", "out"),
     written=("out",),
     most_results=8,  # y, rows of A, and x and the weight as backward reads them
@@ -65,20 +57,13 @@ _FORWARD = define(
 )
 
 
-class AdaptedMainGrads(NamedTuple):
-    """Static facts of all gradients except those of A and B."""
-
-    op: Linear
-    adapter: Adapter
-    specs: LinearSpecs
-    needs: LoraNeeds
-
-
 AdaptedGradOperands = namedtuple("AdaptedGradOperands", "x weight u a b sizes bias row_scale dy key grad_input extras")
-"""Operands of these gradients."""
+"""Operands of all gradients except those of A and B."""
 
 
-def _main_grads_rule(run: Any, static: AdaptedMainGrads, o: AdaptedGradOperands) -> tuple[Any, ...]:
+def _main_grads_rule(
+    run: Any, static: tuple[Linear, Adapter, LinearSpecs, LoraNeeds], o: AdaptedGradOperands
+) -> tuple[Any, ...]:
     op, adapter, specs, needs = static
     operands = (o.x, o.weight, o.u, o.a, o.b, o.sizes, o.bias, o.row_scale, o.dy, o.key)
     options: dict[str, Any] = {"grad_input": o.grad_input, "extras": _extras(o)}
@@ -89,28 +74,21 @@ _MAIN_GRADS = define(
     f"{NAME}_main_grads",
     _main_grads_rule,
     AdaptedGradOperands,
-    AdaptedMainGrads,
     rows=("x", "u", "row_scale", "dy", "grad_input"),
     written=("grad_input",),
     most_results=7,
 )
 
 
-class Merging(NamedTuple):
-    """Static facts of merging."""
-
-    adapter: Adapter
-
-
 MergeOperands = namedtuple("MergeOperands", "weight b a sizes")
 """Operands of merging: the weight and B as rows, A, and N for each group."""
 
 
-def _merge_rule(run: Any, static: Merging, o: MergeOperands) -> tuple[Any, ...]:
-    return (lora.merged(run, static.adapter, *o),)
+def _merge_rule(run: Any, adapter: Adapter, o: MergeOperands) -> tuple[Any, ...]:
+    return (lora.merged(run, adapter, *o),)
 
 
-_MERGE = define("lora_merge", _merge_rule, MergeOperands, Merging, rows=("weight", "b"))
+_MERGE = define("lora_merge", _merge_rule, MergeOperands, rows=("weight", "b"))
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -122,7 +100,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     groups, columns, depth = weight.shape
     sizes = torch.full((groups,), columns, dtype=torch.int32, device=weight.device)
     rows = (weight.reshape(-1, depth), b.reshape(-1, b.shape[-1]), a.contiguous(), sizes)
-    (made,) = call(_MERGE, Merging(Adapter(scaling=scaling)), MergeOperands(*rows), groups * columns)
+    (made,) = call(_MERGE, Adapter(scaling=scaling), MergeOperands(*rows), groups * columns)
     return made.view(weight.shape)
 
 
@@ -134,8 +112,8 @@ def _facts(op: Adapted, specs: AdaptedSpecs, needs: LoraNeeds) -> Facts:
     base, adapter = op
     _, _, bias, row_scale = specs.base
     keep = lora.kept(base, needs, bias is not None, row_scale is not None)
-    forward = prepare(_FORWARD, AdaptedForward(base, adapter, needs))
-    main = prepare(_MAIN_GRADS, AdaptedMainGrads(base, adapter, specs.base, needs))
+    forward = prepare(_FORWARD, (base, adapter, needs))
+    main = prepare(_MAIN_GRADS, (base, adapter, specs.base, needs))
     products = (adapter.down(base), adapter.up(base))
     return Facts(op, specs, needs, any(needs), keep, products, forward, (main,))
 

@@ -350,8 +350,7 @@ def _check_mlp(
         mlp_spec.check(op, *specs[:3], sizes_spec, *specs[3:])
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
-    _, wi_master, wo_master = masters
-    dtypes = (wi_master and wi_master.dtype, wo_master and wo_master.dtype)  # those of gradients
+    dtypes = tuple([master and master.dtype for master in masters[1:]])  # those of gradients
     return sizes, dataclasses.replace(op, master_dtypes=dtypes), MlpSpecs(*map(_static, specs))
 
 

@@ -56,7 +56,8 @@ def define(
     The latter are needed because functionalisation does not support a mutating operator that returns a list.
 
     Args:
-        name, run, operands, rows, written, notes_sizes, derived: of the `Rule`. statics: classes of its static facts.
+        name, run, operands, rows, written, notes_sizes, derived: of the `Rule`.
+        statics: named tuple classes among its static facts.
         most_results: how many tensors it makes at most where it writes into arguments; a quantised form is up to three.
     """
     rule = Rule(name, run, operands, frozenset(rows), frozenset(written), notes_sizes, frozenset(derived))
