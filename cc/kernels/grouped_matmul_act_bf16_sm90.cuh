@@ -158,14 +158,13 @@ struct UpProduct {
  private:
   // Adds the bias of hidden's columns col and on, of which `cols` results are left.
   static __device__ void bias_to(const Params& p, const Work& work, int col, int cols, float (&v)[16]) {
-    if (p.bias == nullptr && p.bias_table == nullptr) return;
-    const void* bias = p.bias_table != nullptr ? reinterpret_cast<const void*>(p.bias_table[work.group]) : p.bias;
-    const int64_t at = (p.bias_table != nullptr ? 0 : int64_t(work.group) * p.width) + col + 2 * (threadIdx.x % 4);
+    const char* bias = device::bias_at<device::BiasOf<T>>(p, work.group, col + 2 * (threadIdx.x % 4));
+    if (bias == nullptr) return;
     if (kPairs == Pairs::columns) cols = p.width - col;
     if (p.float_bias) {
-      add_bias(static_cast<const float*>(bias) + at, cols, v);
+      add_bias(reinterpret_cast<const float*>(bias), cols, v);
     } else {
-      add_bias(static_cast<const T*>(bias) + at, cols, v);
+      add_bias(reinterpret_cast<const T*>(bias), cols, v);
     }
   }
 

@@ -1,4 +1,4 @@
-// Sums over the threads of a block, and over groups of rows by one block.
+// Sums over the lanes of a warp, the threads of a block, and over groups of rows by one block.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,24 +8,26 @@
 namespace grouped {
 namespace device {
 
+// Inclusive prefix sum over the lanes of a warp.
+template <class T>
+__device__ inline T warp_prefix_sum(T value) {
+  for (int d = 1; d < 32; d *= 2) {
+    const T below = __shfl_up_sync(~0u, value, d);
+    if (threadIdx.x % 32 >= d) value += below;
+  }
+  return value;
+}
+
 // Exclusive prefix sum over a block of kWarps warps; *total is the sum of all. `warps` is scratch of 33 entries.
 template <int kWarps>
 __device__ inline int64_t exclusive_sum(int64_t value, int64_t* warps, int64_t* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int64_t sum = value;
-  for (int d = 1; d < 32; d *= 2) {
-    const int64_t below = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += below;
-  }
+  const int64_t sum = warp_prefix_sum(value);
   if (lane == 31) warps[warp] = sum;
   __syncthreads();
   if (warp == 0) {
     const int64_t mine = lane < kWarps ? warps[lane] : 0;
-    int64_t prefix = mine;
-    for (int d = 1; d < 32; d *= 2) {
-      const int64_t below = __shfl_up_sync(~0u, prefix, d);
-      if (lane >= d) prefix += below;
-    }
+    const int64_t prefix = warp_prefix_sum(mine);
     warps[lane] = prefix - mine;
     if (lane == 31) warps[32] = prefix;
   }

@@ -1,6 +1,7 @@
 // Which sequence a token belongs to. Up to 32 sequences a warp adds up itself; of more, a scan says where they end.
 #pragma once
 
+#include "cc/device/common/block_sum.cuh"
 #include "cc/device/common/group_scan.cuh"
 
 namespace grouped {
@@ -30,13 +31,7 @@ namespace device {
 // Where sequence `lane` of at most 32 ends; sums are 64 bits wide, and those of lanes behind the last stay as they are.
 __device__ inline int64_t sequence_end(const Sequences& s) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  int64_t end = lane < s.count && s.sizes[lane] > 0 ? s.sizes[lane] : 0;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int64_t below = __shfl_up_sync(~0u, end, d);
-    if (lane >= d) end += below;
-  }
-  return end;
+  return warp_prefix_sum<int64_t>(lane < s.count && s.sizes[lane] > 0 ? s.sizes[lane] : 0);
 }
 
 // The sequence of a token, or -1 past the last. Called by a whole warp.

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cc/api/tensor.h"
+#include "cc/device/common/block_sum.cuh"
 #include "cc/device/sm90/layout_codes.cuh"
 #include "cc/device/sm90/ptx.cuh"
 
@@ -43,15 +44,6 @@ struct FewRowsParams {
 constexpr int kArrangeThreads = 128;  // pieces of 8 k of one block and slab
 constexpr int kArrangeSlabs = 32;     // slabs of blocks that one block of the grid moves at most
 
-// An inclusive sum over the lanes of a warp.
-__device__ inline int64_t warp_sums(int64_t value) {
-  for (int d = 1; d < 32; d *= 2) {
-    const int64_t below = __shfl_up_sync(~0u, value, d);
-    if (threadIdx.x % 32 >= d) value += below;
-  }
-  return value;
-}
-
 struct Span {
   int first, end;  // rows
 };
@@ -72,14 +64,14 @@ __device__ void for_groups(const FewRowsParams& p, Start start, Use use) {
   int64_t rows = 0;
 #pragma unroll 4
   for (int g = first; g < end; ++g) rows += size_of(g);
-  const int64_t rows_end = warp_sums(rows);
+  const int64_t rows_end = device::warp_prefix_sum(rows);
   int blocks = 0, tiles = 0;
   int64_t row = rows_end - rows;
   for (int g = first; g < end; row += size_of(g), ++g) {
     const int mine = blocks_of(span_of(g, row));
     blocks += mine, tiles += tiles_of(mine);
   }
-  const int64_t both_end = warp_sums(int64_t{blocks} << 32 | tiles);
+  const int64_t both_end = device::warp_prefix_sum(int64_t{blocks} << 32 | tiles);
   const int blocks_end = static_cast<int>(both_end >> 32), tiles_end = static_cast<int>(both_end);
   start(__shfl_sync(~0u, blocks_end, 31));
   row = rows_end - rows, blocks = blocks_end - blocks, tiles = tiles_end - tiles;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #if defined(__CUDACC__)
+#include "cc/device/common/block_sum.cuh"
 #include "cc/device/sm90/ptx.cuh"
 #define GROUPED_HOST_DEVICE __host__ __device__
 #else
@@ -210,23 +211,14 @@ class RowScan {
     int64_t rows = next_ > 0 ? next_ : 0;
     const int ahead = base_ + 32 + lane_;
     next_ = ahead < groups_ ? sizes_[ahead] : 0;
-    int64_t end = rows;
-    for (int d = 1; d < 32; d *= 2) {
-      const int64_t up = __shfl_up_sync(~0u, end, d);
-      if (lane_ >= d) end += up;
-    }
+    int64_t end = device::warp_prefix_sum(rows);
     int64_t start = window_rows_ + end - rows;  // of a window: at most 2^36
     end = window_rows_ + end < max_rows_ ? window_rows_ + end : max_rows_;
     start = start < max_rows_ ? start : max_rows_;
     rows_ = int(end - start);
     end_ = int(end);
     items_ = uint32_t(pair_count((rows_ + kRows - 1) / kRows, col_tiles_));
-    items_end_ = items_;
-    for (int d = 1; d < 32; d *= 2) {
-      const uint32_t up = __shfl_up_sync(~0u, items_end_, d);
-      if (lane_ >= d) items_end_ += up;
-    }
-    items_end_ += window_items_;
+    items_end_ = window_items_ + device::warp_prefix_sum(items_);
     window_items_ = __shfl_sync(~0u, items_end_, 31);
     window_rows_ = __shfl_sync(~0u, int(end), 31);
   }
