@@ -67,7 +67,7 @@ struct UpProduct {
   using Shape = Shape_;
   using WarpSlots = typename Shape::WarpSlots;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
-  static constexpr bool kRaggedSums = false, kGated = kPairs != Pairs::none;
+  static constexpr bool kRaggedSums = false, kShortEnd = true, kGated = kPairs != Pairs::none;
   static constexpr bool kOneStore = kPairs == Pairs::blocks;  // the others would spill a word or two
   static constexpr int kParts = kGated ? 2 : 1;               // of a slice of 32 result columns: pieces of hidden
   static constexpr int kResultCols = kTileCols / kParts;

@@ -25,6 +25,7 @@ struct ByteUpProduct : UpProduct<__nv_bfloat16, Major::k, kPairs, ByteUpShape>, 
   using Base = UpProduct<__nv_bfloat16, Major::k, kPairs, Shape>;
   using Params = CodedUpParams;
   static constexpr int kBoxCols = 32;
+  static constexpr bool kShortEnd = false;  // more code would spill
 
   // As CodedBoxes has them (widen_tiles.cuh). Two boxes, one of each part, are 64 columns of a tile.
   static __device__ int coded_cols(int cols) { return 2 * kBoxCols * Base::boxes(cols); }

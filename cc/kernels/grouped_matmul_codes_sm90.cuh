@@ -26,6 +26,7 @@ struct ByteRowsProduct : RowsProduct<__nv_bfloat16, Out, kWeights, ByteTile>,
   using Base = RowsProduct<__nv_bfloat16, Out, kWeights, Shape>;
   using Params = CodedRowsParams;
   static constexpr int kRowsBox = 64, kLinesBox = kCodedBox;  // rows of boxes
+  static constexpr bool kShortEnd = false;                    // more code would spill
 
   static __device__ void widen(const Params& p, const Shell<Shape> shell) {
     widen_any<false, ByteRowsProduct>(p, shell);

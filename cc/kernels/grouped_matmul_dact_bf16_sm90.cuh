@@ -36,7 +36,7 @@ struct DactProduct {
   using Element = T;
   using Shape = Shape_;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
-  static constexpr bool kRaggedSums = false;
+  static constexpr bool kRaggedSums = false, kShortEnd = true;
   using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
   static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
   template <class Multiply>

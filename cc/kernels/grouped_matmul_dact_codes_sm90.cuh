@@ -22,6 +22,7 @@ struct CodedDactProduct : DactProduct<__nv_bfloat16, kWeights, CodedDactShape<kN
   using Shape = CodedDactShape<kNibbles>;
   using Base = DactProduct<__nv_bfloat16, kWeights, Shape>;
   using Params = CodedDactParams;
+  static constexpr bool kShortEnd = false;  // as in the other products of codes
 
   static __device__ void widen(const Params& p, const Shell<Shape> shell) {
     widen_any<kNibbles, CodedDactProduct>(p, shell);

@@ -3,7 +3,7 @@
 //
 //   warps 2, 3            where an epilogue has operands of its own: fetch these, store results (epilogue_fetch.cuh)
 //   warpgroups 1, 2       multiply and store whole tiles in turn: one stores while the other multiplies
-//                         wait full -> 4 k16 steps of wgmma, 2 x 64 rows -> empty of the block before
+//                         wait full -> 4 k16 steps of wgmma, or 1, 2 x 64 rows -> empty of the block before
 //
 //   full[s]    1 arrival (with the bytes of both CTAs' loads) a block      loader -> consumers
 //   empty[s]   1 arrival of each warp of a warpgroup, in both CTAs         consumers -> both loaders
@@ -65,8 +65,11 @@ class Turn {
   uint32_t mine_, other_, parity_;
 };
 
-// Multiplies one tile, kHalves times 64 rows by its first kCols columns. Leaves the accumulators complete and all
-// blocks released. A ragged sum stops at the step of 16 that holds its last element.
+// Multiplies one tile, kHalves times 64 rows by its first kCols columns; `length` is at least 1. Leaves the
+// accumulators complete and all blocks released. A ragged sum stops at the step of 16 that holds its last element.
+// Others multiply whole blocks, but with kShortEnd a last one of at most 16 elements, as adapters of rank 16 have it,
+// in one step: each number of steps is a copy of the code. Their first block is always whole, since with a path from
+// the cleared accumulators to that single step ptxas serialises every wgmma (C7515).
 template <class Product, int kHalves, int kCols>
 __device__ inline void multiply(float (&acc)[2][Product::Shape::kCols / 2], Ring<Product::Shape::kStages>& ring,
                                 Turn<typename Product::Shape>& turn, int length, uint64_t lhs, uint64_t rhs,
@@ -101,15 +104,23 @@ __device__ inline void multiply(float (&acc)[2][Product::Shape::kCols / 2], Ring
     left -= kBlockK;
   };
   turn.take();
-  constexpr int kWhole = Product::kRaggedSums ? 48 : 0;
-  while (left > kWhole) block(std::integral_constant<int, 4>{});
-  if constexpr (!Product::kRaggedSums) {
-  } else if (left > 32) {
-    block(std::integral_constant<int, 3>{});
-  } else if (left > 16) {
-    block(std::integral_constant<int, 2>{});
-  } else if (left > 0) {
-    block(std::integral_constant<int, 1>{});
+  if constexpr (Product::kRaggedSums) {
+    while (left > 48) block(std::integral_constant<int, 4>{});
+    if (left > 32) {
+      block(std::integral_constant<int, 3>{});
+    } else if (left > 16) {
+      block(std::integral_constant<int, 2>{});
+    } else if (left > 0) {
+      block(std::integral_constant<int, 1>{});
+    }
+  } else if constexpr (Product::kShortEnd) {
+    if (left > 0) {  // always, but without the question ptxas spills
+      do block(std::integral_constant<int, 4>{});
+      while (left > 16);
+      if (left > 0) block(std::integral_constant<int, 1>{});
+    }
+  } else {
+    while (left > 0) block(std::integral_constant<int, 4>{});
   }
   ptx::wgmma_wait<0>();
   if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + before), lane);

@@ -18,7 +18,7 @@ struct RowsProduct {
   using Element = T;
   using Shape = Shape_;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
-  static constexpr bool kRaggedSums = false, kOneStore = false;
+  static constexpr bool kRaggedSums = false, kShortEnd = true, kOneStore = false;
   using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
   static constexpr int kEdgeCols = 128;  // multiplied where no more exist: 192 rarely divides a width
   static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }

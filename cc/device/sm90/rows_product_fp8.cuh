@@ -27,7 +27,7 @@ struct Fp8Rows {
   using Shape = Shape_;
   using Result = Out;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = Major::k;
-  static constexpr bool kRaggedSums = false, kOneStore = false;
+  static constexpr bool kRaggedSums = false, kShortEnd = false, kOneStore = false;
   using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
   static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
   template <class Multiply>
