@@ -2,11 +2,14 @@
 
     python benchmarks/bench_lora.py                    # the models' shapes, forward and backward, on a GPU
     python benchmarks/bench_lora.py --kernels          # what runs on the GPU in a step, by PyTorch's profiler
+    python benchmarks/bench_lora.py --products         # the products with adapters alone, beside the rate of a copy
     python benchmarks/bench_lora.py --steady 0.4       # long runs: each candidate at the clock of its own work
     python benchmarks/bench_lora.py --device cpu
 
 The experts' MLP of sorted rows whose x needs a gradient: with frozen weights alone, and with adapters of both weights.
 "adapters" is the time over that of the same base without them, "base" that of a frozen base over the bf16 one.
+`--products` shows a row per product of a step that has `--rank` columns or rows: u = x A, v = dy B^T, and the gradients
+of A and B, of wi and wo; "share" is the rate of the bytes of its operands and its result over that of a copy.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ import torch
 import torch_bridge
 from benchmarks import harness
 from benchmarks.bench_moe import LAYERS, SMALL, Layer
+from grouped_core import _native, calls, plans
+from grouped_core.calls import ArraySpec
+from grouped_core.recipes import BF16
 
 BASES = ("bf16", "mxfp4")
 
@@ -70,6 +76,57 @@ def thunks_of(work: Work, bases: list[str]) -> dict[str, harness.Thunk]:
     }
 
 
+PRODUCTS = {"u": (1, 2), "v": (1, 1), "dA": (0, 0), "dB": (0, 0)}
+"""The contracted axes of both operands."""
+
+
+def product_thunk(name: str, work: Work, width: tuple[int, int], rank: int, kernel: str) -> tuple[harness.Thunk, float]:
+    """A product with A [G, r, K] or B [G, N, r], (K, N) = `width`, and the bytes of its operands and its result."""
+    rows, groups, (k, n) = len(work.x), len(work.sizes), width
+    lhs, rhs = {
+        "u": ((rows, k), (groups, rank, k)),
+        "v": ((rows, n), (groups, n, rank)),
+        "dA": ((rows, rank), (rows, k)),
+        "dB": ((rows, n), (rows, rank)),
+    }[name]
+    of_lhs, of_rhs = ArraySpec(lhs, "bfloat16"), ArraySpec(rhs, "bfloat16")
+    sizes = ArraySpec((groups,), "int32")
+    given: dict[str, Any] = {"recipe": BF16, "implementation": kernel}
+    call = calls.grouped_matmul(of_lhs, of_rhs, PRODUCTS[name], sizes, "bfloat16", **given)
+    plan = plans.attempt(call, _native.device_arch(0))
+    assert plan.kernel, plan.refusals
+    (made,) = call.outputs
+    assert made is not None
+    shapes = (lhs, rhs, made.shape)
+    left, right, result = (torch.randn(*each, device="cuda", dtype=torch.bfloat16) for each in shapes)
+    space = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
+    operands = call.arrange(lhs=left, rhs=right, group_sizes=work.sizes)
+    addresses = [*(0 if each is None else each.data_ptr() for each in (*operands, result)), space.data_ptr()]
+
+    def run(_: int) -> Any:
+        plan.launch(addresses, torch.cuda.current_stream().cuda_stream)
+        return left, right, result, space  # keeps the operands alive
+
+    return run, float(sum(each.nbytes for each in (left, right, result)))
+
+
+def show_products(work: Work, layer: Layer, rank: int, kernels: list[str], budget: float) -> None:
+    """Prints the time of each product with A and B, by each kernel, and its rate over that of a copy."""
+    copied = harness.copy_rate("cuda")
+    for of, width in (("wi", (layer.hidden, 2 * layer.width)), ("wo", (layer.width, layer.hidden))):
+        for name in PRODUCTS:
+            made = {kernel: product_thunk(name, work, width, rank, kernel) for kernel in kernels}
+            thunks = {kernel: thunk for kernel, (thunk, _) in made.items()}
+            found = harness.measure(thunks, clock=harness.cuda_clock, budget_s=budget / 8)
+            for kernel, (_, moved) in made.items():
+                took = found[kernel].median_us
+                share = moved / took * 1e6 / copied
+                print(
+                    f"{layer.name:<16}{name} of {of:<6}{kernel or 'chosen':<34}{took:>10.1f} us{share:>8.2f}",
+                    flush=True,
+                )
+
+
 def show_kernels(work: Work, bases: list[str]) -> None:
     """Prints the time of each kernel in a step with adapters."""
     for base in bases:
@@ -91,6 +148,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--budget", type=float, default=4.0, help="seconds per shape")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--products", nargs="*", help="names of kernels; default: the one that is chosen")
     parser.add_argument(
         "--steady", type=float, help="seconds of each of three long runs, instead of short ones in turns"
     )
@@ -104,6 +162,9 @@ def main() -> None:
         work = Work(layer, options.rank, options.device)
         if options.kernels:
             show_kernels(work, options.bases)
+            continue
+        if options.products is not None:
+            show_products(work, layer, options.rank, options.products or [""], options.budget)
             continue
         thunks = thunks_of(work, options.bases)
         peaks: dict[str, float] = {}

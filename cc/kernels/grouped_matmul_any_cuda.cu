@@ -19,7 +19,6 @@
 #include <type_traits>
 
 #include "cc/api/calls.h"
-#include "cc/api/halves.h"
 #include "cc/api/operands.h"
 #include "cc/device/common/group_scan.cuh"
 #include "cc/device/common/mma_sm80.cuh"
@@ -30,27 +29,6 @@ namespace grouped {
 namespace {
 
 using namespace device;
-
-constexpr int kVector = 8;  // columns that leave together
-
-template <int kTileCols, int W>
-__device__ void write_zeros(const Finish& f, int threads) {
-  constexpr int kVectors = kTileCols / W;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < f.rows * kVectors; i += threads) {
-    float sums[1][W] = {};
-    finish_rows(f, i / kVectors, 0, i % kVectors * W, sums);
-  }
-}
-
-template <int kTileCols>
-__device__ void write_zeros(const Finish& f, int threads) {
-  if (f.vectors) {
-    write_zeros<kTileCols, kVector>(f, threads);
-  } else {
-    write_zeros<kTileCols, 1>(f, threads);
-  }
-}
 
 // Where a staged sum lies, in floats. Chunks of 4 are swizzled: by row, so that the rows of mma's layout fall on
 // different banks, and by every other 8, so that 8 lanes that read a vector each do.
@@ -560,56 +538,7 @@ std::string refuses(const GroupedMatmul& call, const Target&) {
   return "";
 }
 
-int64_t tiles_of(int64_t extent, int64_t tile) { return (extent + tile - 1) / tile; }
-
 size_t workspace(const GroupedMatmul& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
-
-Problem describe_problem(const GroupedMatmul& call, const Context& context) {
-  const bool contract = call.contract_rows != 0;
-  const int64_t* lhs = call.lhs.dims;
-  const int64_t* rhs = call.rhs.dims;
-  const bool k_major = !contract && call.rhs_axis == 2;
-  const Columns lhs_columns = columns_of(call.lhs, call.lhs_half);
-  const Columns rhs_columns = columns_of(call.rhs, call.rhs_half);
-  Problem p = {};
-  p.scan = GroupScan::at(context.workspace, call.group_sizes.dims[0]);
-  p.lhs = call.lhs.as<const char>() + lhs_columns.first * dtype_bytes(call.lhs.dtype);
-  p.rhs = call.rhs.as<const char>() + rhs_columns.first * dtype_bytes(call.rhs.dtype);
-  p.bias = call.bias.present() ? call.bias.as<const char>() : nullptr;
-  p.row_scale = call.row_scale.present() ? call.row_scale.as<const float>() : nullptr;
-  p.lhs_factors = floats_or_null(call.scales.lhs_group_scales);
-  p.rhs_factors = floats_or_null(call.scales.rhs_group_scales);
-  p.result = call.result.as<char>();
-  p.rhs_table = call.rhs_table.present() ? call.rhs_table.as<const int64_t>() : nullptr;
-  p.bias_table = call.bias_table.present() ? call.bias_table.as<const int64_t>() : nullptr;
-  p.into_table = call.into_table.present() ? call.into_table.as<const int64_t>() : nullptr;
-  p.tokens = lhs[0];
-  p.lhs_stride = lhs[1];
-  p.rhs_stride = contract ? rhs[1] : rhs[2];
-  p.rhs_group_stride = contract ? 0 : rhs[1] * rhs[2];
-  p.rows = contract ? static_cast<int>(lhs_columns.count) : 0;
-  p.cols = static_cast<int>(contract ? rhs_columns.count : rhs[k_major ? 1 : 2]);
-  p.first_col = static_cast<int>(columns_of(call.result, call.result_half).first);
-  p.result_stride = call.result.dims[call.result.rank - 1];
-  p.depth = contract ? 0 : static_cast<int>(lhs[1]);
-  if (call.rhs_up.present()) {
-    const int64_t half = rhs[call.rhs_axis];
-    const int64_t step = k_major ? half : half * rhs[2];  // what addresses have advanced by
-    p.rhs_jump = call.rhs_up.as<const char>() - p.rhs - step * dtype_bytes(call.rhs.dtype);
-    p.jump_depth = static_cast<int>(half);
-  }
-  p.row_tiles = tiles_of(p.rows, kTileRows);
-  p.col_tiles = tiles_of(p.cols, call.lhs.dtype == DType::f32 ? kFmaTile : kMmaCols);
-  p.lhs_type = call.lhs.dtype;
-  p.rhs_type = call.rhs.dtype;
-  p.bias_type = call.bias.dtype;
-  p.result_type = call.result.dtype;
-  p.rhs_k_major = k_major;
-  p.contract_rows = contract;
-  p.scale_bias = call.scale_bias != 0;
-  p.accumulate = call.accumulate != 0;
-  return p;
-}
 
 template <bool kLhsKMajor, bool kRhsKMajor>
 void launch_mma(const Problem& p, int64_t tiles, cudaStream_t stream) {
@@ -620,10 +549,9 @@ void launch_mma(const Problem& p, int64_t tiles, cudaStream_t stream) {
 
 void launch(const GroupedMatmul& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
-  const Problem p = describe_problem(call, context);
+  const Problem p = problem_of(call, context, kTileRows, call.lhs.dtype == DType::f32 ? kFmaTile : kMmaCols);
   const bool keeps_tail = call.into.present();
-  const int64_t tiles = p.contract_rows ? p.scan.count * p.row_tiles * p.col_tiles
-                                        : most_row_tiles(p.tokens, p.scan.count, kTileRows) * p.col_tiles;
+  const int64_t tiles = most_tiles(p, kTileRows);
   if (tiles == 0) return;
   launch_scan(call.group_sizes.as<const int32_t>(), p.tokens, kTileRows, !keeps_tail, p.scan, stream);
   if (p.lhs_type == DType::f32) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +26,8 @@ TILES = cases.Case("tiles", (150, 0, 301, 61), 540, 131, 277, frozenset())
 ALIGNED_TILES = cases.Case("tiles_16", (150, 0, 301, 61), 540, 136, 280, frozenset())
 LONG_SUMS = cases.Case("long_sums", (300, 40), 350, 2048, 32, frozenset())
 LONG_GROUP = cases.named("groups_1_long")
+# More tiles of 64 rows than two or three blocks of each multiprocessor of any GPU.
+TALL = cases.Case("tall", (20000, 0, 13000), 33100, 264, 264, frozenset())
 
 
 def test_refusals_of_cpu_kernels_are_no_skips(monkeypatch):
@@ -109,6 +112,42 @@ def test_few_columns(kernel, width, sizes, dtype, which, transposed, result, bia
     found = product(Native(kernel), which, p, result_dtype=given, **options)
     if into and which != "wgrad":
         asserts.filled(found[p.case.valid :], cases.SENTINEL, "tail")
+
+
+def narrow(case: cases.Case, which: str, dtype: str, width: int, *, transposed: bool) -> cases.Problem:
+    """A problem whose product `which` has a side of `width` columns or rows; the other one is of `case`."""
+    k, n = (width, case.n) if which == "dgrad" else (case.k, width)
+    return cases.problem(dataclasses.replace(case, k=k, n=n), dtype, transposed=transposed)
+
+
+# More blocks of depth than a ring of copies holds, in either direction, and several tiles of the long side.
+DEEP = cases.Case("deep", (150, 0, 301, 61, 7), 540, 840, 520, frozenset())
+
+
+@pytest.mark.rule("MAT-7", "MAT-8", "GRP-6", "GRP-7")
+@pytest.mark.matrix(
+    kernel=KERNELS,
+    width=(8, 16, 24, 32, 64),
+    dtype=cases.DTYPES,
+    which=PRODUCTS,
+    transposed=(False, True),
+    result=(None, "float32"),
+)
+def test_long_sums_of_few_columns(kernel, width, dtype, which, transposed, result):
+    product(Native(kernel), which, narrow(DEEP, which, dtype, width, transposed=transposed), result_dtype=result)
+
+
+@pytest.mark.gpu
+@pytest.mark.rule("MAT-3", "LOR-1")
+@pytest.mark.matrix(
+    width=(8, 16, 24, 32), dtype=("bfloat16", "float16"), which=PRODUCTS, transposed=(False, True), case=(DEEP, TALL)
+)
+def test_few_columns_have_the_bits_of_any_number(width, dtype, which, transposed, case):
+    """Which kernel takes a call may depend on its form: one array or two, with or without a low-rank product beside."""
+    p = narrow(case, which, dtype, width, transposed=transposed)
+    found = product(Native("grouped_matmul_narrow_cuda", check=False), which, p)
+    for other in ("grouped_matmul_any_cuda", f"grouped_matmul_bf16{'_wgrad' if which == 'wgrad' else ''}_sm90"):
+        asserts.bitwise(product(Native(other, check=False), which, p), found, other)
 
 
 @pytest.mark.rule("TE #2499")
@@ -236,10 +275,10 @@ def test_twice_the_same_bits(kernel, which, dtype, tiles):
 @pytest.mark.rule("ALL-7")
 @each_kernel
 @each_dtype
-@pytest.mark.parametrize("which", ["forward", "dgrad"])
-def test_a_row_depends_on_itself_alone(kernel, which, dtype):
+@pytest.mark.parametrize(("which", "width"), [("forward", 72), ("dgrad", 72), ("forward", 24)])
+def test_a_row_depends_on_itself_alone(kernel, which, width, dtype):
     """Permuted rows; 8 rows alone against the same inside 36; other groups in front."""
-    case = cases.Case("invariant", (36, 20), 56, 136, 72, frozenset())
+    case = cases.Case("invariant", (36, 20), 56, 136, width, frozenset())
     p = cases.problem(case, dtype)
     options = {"recipe": {"batch_invariant": True}}
     run = Native(kernel)
