@@ -1,15 +1,19 @@
 """How well does an expert-parallel layer scale in PyTorch, and what does each transport cost beside NCCL alone?
 
     python benchmarks/bench_parallel_torch.py --out parallel.json             # on all GPUs of the machine
-    python benchmarks/bench_parallel_torch.py --local --out packing.json      # on one GPU: packing codes at EP 8
+    python benchmarks/bench_parallel_torch.py --local --out packing.json      # on one GPU: the local parts at EP 8
     python benchmarks/bench_parallel_torch.py --device cpu --ranks 2          # whether it runs
 
 Weak scaling: every rank has the tokens and the experts of the shape, so the layer of P ranks has P times as many of
 both. "scaling" is the time of one rank without an exchange over that of P ranks, forward and backward. "shared beside"
 computes a shared expert while tokens travel, "shared after" once they are back. "raw" is an `all_to_all_single` of one
-way of all parts, and GB/s are what a rank sends to others. `--local` times what a rank does before it sends codes:
-choose the order, quantise tokens, gather codes and scales; "share" is the rate of the bytes that these steps must move
-over that of a copy. Recipes with one scale for many rows send no codes.
+way of all parts, and GB/s are what a rank sends to others.
+
+`--local` times what a rank of eight does beside its experts: it chooses the order, gathers tokens, or quantises them
+and gathers codes and scales ("packing"), and adds up the rows that come back ("unpacking"). "GB/s" are the bytes that
+these steps must move, "share" is that rate over a copy's. In the row "local parts" ms are those of a step, in which
+tokens and gradients each go both ways, and the share is that of the layer's time, forward and backward. Recipes with
+one scale for many rows send no codes.
 """
 
 from __future__ import annotations
@@ -237,7 +241,7 @@ def on_ranks(names: list[str], options: argparse.Namespace) -> Rows:
 
 
 def local(name: str, shape: Shape, device: str, factor: float, copied: float) -> Rows:
-    """What a rank of LOCAL_RANKS does before it sends tokens or codes."""
+    """What a rank of LOCAL_RANKS does before it sends tokens or codes, and once rows came back."""
     experts = LOCAL_RANKS * shape.own_of_8
     op = option(shape, LOCAL_RANKS, experts, factor)
     x = drawn((shape.tokens, shape.hidden), device, 0)
@@ -266,7 +270,21 @@ def local(name: str, shape: Shape, device: str, factor: float, copied: float) ->
         else:
             moved = 2 * rows * a_row
         row |= {"rows": rows, "GB/s": moved / row["ms"] / 1e6, "share": moved / row["ms"] * 1e3 / copied}
-    return found
+    with torch.no_grad():
+        sent = _exchange.send(op, x, chosen, probs)
+        came = torch.empty_like(sent.rows).copy_(sent.rows)
+        taken = milliseconds(lambda: _exchange.sums(came, sent.source, sent.inverse), device)
+    moved = int((sent.source >= 0).sum()) * a_row + x.nbytes
+    row = {"shape": name, "ranks": LOCAL_RANKS, "variant": "unpacking, tokens", "ms": taken}
+    found.append(row | {"GB/s": moved / taken / 1e6, "share": moved / taken * 1e3 / copied})
+    both = 2 * (found[0]["ms"] + taken)
+    own = max(shape.own_of_8, shape.k)  # as many rows as come to a rank of an even exchange
+    router = drawn((own, shape.hidden), device, 2)
+    weights = weights_of(shape, own, device, 3)
+    leaves = [x.requires_grad_(), *weights]
+    whole = milliseconds(lambda: step(lambda: moe(x, router, *weights, shape.k)[0], leaves), device)
+    row = {"shape": name, "ranks": LOCAL_RANKS, "variant": "local parts", "ms": both, "one_ms": whole}
+    return [*found, row | {"share": both / whole}]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

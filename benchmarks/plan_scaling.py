@@ -1,6 +1,6 @@
 """What does expert parallelism cost on many GPUs? A model of one layer's step, for docs/scaling.md.
 
-    python benchmarks/plan_scaling.py            # the table, and beside it what was measured on two GPUs
+    python benchmarks/plan_scaling.py            # the table, and beside it what was measured on two and on four GPUs
     python benchmarks/plan_scaling.py --model deepseek_v3 --tokens 8192 --nic 90
 
 A rank sends every other rank a part of a budget's rows, twice forward and twice backward. Ranks of one node reach each
@@ -56,7 +56,7 @@ class Machine:
     """
 
     node: int = 8
-    nvlink: float = 264.0
+    nvlink: float = 300.0
     nic: float = 45.0
     message_us: float = 5.0
     pack: float = 2800.0
@@ -127,21 +127,23 @@ def step(model: Model, machine: Machine, op: Exchange, codes: bool, once: bool =
     return Step(work / machine.products / 1e9, wire if op.ranks > 1 else 0.0, local, near, far, messages)
 
 
-MEASURED = {  # tokens, experts of both ranks, ms of one rank, ms of two with all_to_all: bench_parallel.py, two H100
-    "mixtral_8x7b": (8192, 8, 30.0, 32.0),
-    "deepseek_v3": (4096, 32, 15.8, 21.0),
-    "qwen3_30b_a3b": (8192, 128, 4.42, 7.75),
+TIMES = {  # ms of one rank and of all with all_to_all, by bench_parallel.py: on two H100, on four H200
+    2: {"mixtral_8x7b": (30.0, 32.0), "deepseek_v3": (15.8, 21.0), "qwen3_30b_a3b": (4.42, 7.75)},
+    4: {"mixtral_8x7b": (28.6, 31.9), "deepseek_v3": (15.1, 20.5), "qwen3_30b_a3b": (4.09, 7.96)},
 }
+TIMED = {"mixtral_8x7b": (8192, 4), "deepseek_v3": (4096, 16), "qwen3_30b_a3b": (8192, 64)}
+"""Tokens and experts of a rank there."""
 
 
 def compare(machine: Machine, factor: float) -> None:
-    """The model beside what two GPUs took."""
-    print(f"{'two GPUs':<16} {'one, ms':>8} {'two, ms':>8} {'model':>8}")
-    for name, (tokens, experts, one, two) in MEASURED.items():
-        model = MODELS[name]
-        op = exchange_option("plan", ranks=2, experts=experts, tokens=tokens, slots=model.slots, budget_factor=factor)
-        found = step(model, machine, op, False)
-        print(f"{name:<16} {one:>8.2f} {two:>8.2f} {one + found.wire + found.local:>8.2f}")
+    """The model beside what several GPUs took."""
+    print(f"{'measured':<16} {'GPUs':>5} {'one, ms':>8} {'all, ms':>8} {'model':>8}")
+    for ranks, times in TIMES.items():
+        for name, (one, together) in times.items():
+            model, (tokens, own) = MODELS[name], TIMED[name]
+            sizes = {"ranks": ranks, "experts": ranks * own, "tokens": tokens, "slots": model.slots}
+            found = step(model, machine, exchange_option("plan", **sizes, budget_factor=factor), False)
+            print(f"{name:<16} {ranks:>5} {one:>8.2f} {together:>8.2f} {one + found.wire + found.local:>8.2f}")
 
 
 def main() -> int:
