@@ -170,6 +170,17 @@ def check_absent(scaling: Any, dropout: Any, key: Any, accum: Any) -> None:
     )
 
 
+def check_of_layer(lora: Any, of_shared: Any, scaling: Any, dropout: Any, key: Any, accum: Any) -> None:
+    """Refuses options of the adapters of a layer's experts and of its shared one where there are none; accumulators are
+    those of the experts.
+
+    Raises:
+        ValueError: an option is not its default.
+    """
+    if lora is None:
+        check_absent(*((scaling, dropout, key) if of_shared is None else (1.0, 0.0, None)), accum)
+
+
 def check_no_weight_gradient(**options: Any) -> None:
     """Refuses options of the weight gradient, by name, of a weight that is frozen beside an adapter.
 

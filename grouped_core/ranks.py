@@ -100,7 +100,11 @@ AXES: dict[str, dict[str, Axes]] = {
         "weights": Axes("[T, k]", _RESHAPE),
     },
     "combine": {"y": Axes("[M, H]", _RESHAPE)},
-    "moe": {"x": Axes("[T, H]", _RESHAPE), "router": Axes("[H, E]", _RESHAPE, "[E, H]")},
+    "moe": {
+        "x": Axes("[T, H]", _RESHAPE),
+        "router": Axes("[H, E]", _RESHAPE, "[E, H]"),
+        "gate": Axes("[H, 1]", _RESHAPE, "[1, H]"),
+    },
     "unpermute": {"y": Axes("[M, H]", _RESHAPE), "weights": Axes("[T, k]", _RESHAPE)},
 }
 """By operation and argument, both named as in grouped_core."""

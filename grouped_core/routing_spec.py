@@ -16,11 +16,15 @@ from grouped_core.hashing import hashed_once
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
 from grouped_core.routing_calls import MAX_EXPERTS, MAX_SLOTS, SCORES, GroupLimit, Scores
+from grouped_core.schema import schema
 
 DROPS = ("probs", "position")
 """Which slots an expert beyond its capacity drops: those with the smallest weights, or the last ones."""
 
 MAX_SINKHORN = 1024
+
+ROWS = schema("gather_rows").inputs["rows"].dtypes
+"""Element types of rows that are copied and not computed with."""
 
 
 @hashed_once
@@ -184,9 +188,15 @@ def _integers(function: str, name: str, spec: ArraySpec | None) -> None:
         raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected integers; pass numbers of experts.")
 
 
-def _floats(function: str, name: str, spec: ArraySpec | None) -> None:
+def check_floats(function: str, name: str, spec: ArraySpec | None) -> None:
+    """Refuses an array whose elements are not floating point numbers of 16 or 32 bits. Raises TypeError."""
     if spec is not None and spec.dtype not in WIDE:
         raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected one of {', '.join(WIDE)}; cast it.")
+
+
+def _copied(function: str, name: str, spec: ArraySpec) -> None:
+    if spec.dtype not in ROWS:
+        raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected one of {', '.join(ROWS)}; cast it.")
 
 
 def _mask(function: str, spec: ArraySpec | None) -> None:
@@ -221,8 +231,8 @@ def check_topk_router(
     arrays = {"bias": bias, "mask": mask, "experts": experts, "sequence_sizes": sequence_sizes, "key": key}
     check_ranks(name, logits=logits, **arrays)
     tokens, count = logits.shape
-    _floats(name, "logits", logits)
-    _floats(name, "bias", bias)
+    check_floats(name, "logits", logits)
+    check_floats(name, "bias", bias)
     _integers(name, "experts", experts)
     _integers(name, "sequence_sizes", sequence_sizes)
     _shape(name, "bias", bias, (count,), "= one value per expert")
@@ -283,8 +293,9 @@ def check_permute(x: ArraySpec, experts: ArraySpec, num_groups: int, probs: Arra
     """
     name = "permute"
     check_ranks(name, x=x, experts=experts, probs=probs)
+    _copied(name, "x", x)
     _integers(name, "experts", experts)
-    _floats(name, "probs", probs)
+    check_floats(name, "probs", probs)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise ValueError(
             f"`num_groups` of permute: {num_groups}, expected 1 to {MAX_GROUPS}; give the experts' number."
@@ -304,11 +315,48 @@ def check_unpermute(y: ArraySpec, rows: int, inverse: ArraySpec, weights: ArrayS
     """
     name = "unpermute"
     check_ranks(name, y=y, weights=weights)
-    _floats(name, "y", y)
-    _floats(name, "weights", weights)
+    check_floats(name, "y", y)
+    check_floats(name, "weights", weights)
     if y.shape[0] != rows:
         raise ValueError(f"`y` of unpermute: {y.shape[0]} rows, expected {rows}; give all rows of `permute`.")
     _shape(name, "weights", weights, tuple(inverse.shape), "as the experts of `permute`")
+
+
+def check_experts_held(function: str, routed: int, held: int) -> None:
+    """Refuses weights of another number of experts than the router chooses from: the others would add nothing.
+
+    Raises:
+        ValueError: the numbers differ.
+    """
+    if held != routed:
+        raise ValueError(
+            f"`wo` of {function}: {held} experts, expected {routed} as in `router`; pass the weights of all of them."
+        )
+
+
+def check_shared(function: str, shared: Any, kind: type) -> None:
+    """Refuses a shared expert that is no `kind`, the frontend's `SharedExpert`.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if shared is not None and not isinstance(shared, kind):
+        raise TypeError(
+            f"`shared` of {function}: {type(shared).__name__}, expected None or a SharedExpert; pass "
+            "SharedExpert(wi, wo)."
+        )
+
+
+def check_gate(shape: tuple[Any, ...], *, transposed: bool) -> None:
+    """Refuses the gate of a shared expert that has not one column, a row where it is `transposed`.
+
+    Raises:
+        ValueError: another shape.
+    """
+    check_rank("moe", "gate", "shared.gate", shape, transposed=transposed)
+    if shape[0 if transposed else 1] != 1:
+        letters = "[1, H]" if transposed else "[H, 1]"
+        raise ValueError(f"`shared.gate`: shape {tuple(shape)}, expected {letters}; pass one vector of H elements.")
 
 
 def check_routed_mlp(x: OperandSpec, experts: ArraySpec, weights: ArraySpec) -> None:
@@ -321,7 +369,7 @@ def check_routed_mlp(x: OperandSpec, experts: ArraySpec, weights: ArraySpec) -> 
     check_ranks(name, x=x, experts=experts, weights=weights)
     check_by_row(x)
     _integers(name, "experts", experts)
-    _floats(name, "weights", weights)
+    check_floats(name, "weights", weights)
     if x.shape[0] != experts.shape[0]:
         raise ValueError(
             f"`x` of {name}: {x.shape[0]} tokens, expected {experts.shape[0]} as in `experts`; route these tokens."
@@ -351,6 +399,7 @@ def check_pad_groups(rows: ArraySpec, sizes: ArraySpec, align: int) -> None:
     """
     name = "pad_groups"
     check_ranks(name, rows=rows, sizes=sizes)
+    _copied(name, "rows", rows)
     _integers(name, "sizes", sizes)
     if align < 1:
         raise ValueError(f"`align` of pad_groups: {align}, expected 1 or more; 1 pads nothing.")
@@ -360,10 +409,11 @@ def check_unpad_groups(rows: ArraySpec, source: ArraySpec) -> None:
     """Checks the arguments of `unpad_groups`; `source` is that of the map from `pad_groups`.
 
     Raises:
-        ValueError: shapes.
+        TypeError: the dtype. ValueError: shapes.
     """
     name = "unpad_groups"
     check_ranks(name, rows=rows)
+    _copied(name, "rows", rows)
     if rows.shape[0] != source.shape[0]:
         raise ValueError(
             f"`rows` of {name}: {rows.shape[0]} rows, expected {source.shape[0]}; give all rows of `pad_groups`."
@@ -398,7 +448,7 @@ def check_update_bias(bias: ArraySpec, load: ArraySpec) -> None:
     """
     name = "update_bias"
     check_ranks(name, bias=bias, load=load)
-    _floats(name, "bias", bias)
+    check_floats(name, "bias", bias)
     _integers(name, "load", load)
     _shape(name, "load", load, tuple(bias.shape), "as `bias`, one count per expert")
 
@@ -413,8 +463,8 @@ def check_balance_quantile(
     """
     name = "balance_quantile"
     check_ranks(name, logits=logits, bias=bias, mask=mask)
-    _floats(name, "logits", logits)
-    _floats(name, "bias", bias)
+    check_floats(name, "logits", logits)
+    check_floats(name, "bias", bias)
     tokens, experts = logits.shape
     _shape(name, "bias", bias, (experts,), "= one value per expert")
     _shape(name, "mask", mask, (tokens,), "= one value per token")

@@ -90,7 +90,7 @@ def _emulated(
     first, size, to = (each.reshape(-1, 1) for each in of_me)  # [P n, 1]
     at = jnp.arange(output.shape[0], dtype=first.dtype).reshape(1, -1)
     mine = (at >= to) & (at < to + size)  # [P n, M]
-    update = jnp.argmax(mine, axis=0)
+    update = jax.lax.argmax(mine, 0, first.dtype)  # not jnp.argmax, which gives int64 in 64-bit mode
     row = (update // (inputs.shape[0] // ranks)) * operand.shape[0] + at[0] + (first - to)[update, 0]
     flat = rows.reshape(-1, *operand.shape[1:])
     found = flat[jnp.clip(row, 0, flat.shape[0] - 1)]

@@ -13,13 +13,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from grouped_core import lora as adapters
+from grouped_core import routing_spec
 from grouped_core.activations import Activation
+from grouped_core.calls import spec_of
 from grouped_core.mlp_spec import Residuals
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
 from jax_grouped import route
-from jax_grouped._arguments import one_group
+from jax_grouped._arguments import as_array, one_group
 from jax_grouped._mlp_gradients import Accumulators
+from jax_grouped._nodes import value_of
 from jax_grouped._router_product import router_logits
 from jax_grouped.mlp import grouped_mlp
 from jax_grouped.route import MoEAux
@@ -86,8 +90,15 @@ def moe(
     Raises:
         ValueError, TypeError: a shape, dtype or option does not fit.
     """
+    x, router = as_array("x", x, "[T, H]"), as_array("router", router, "[H, E]")
     check_rank("moe", "x", "x", x.shape, of="moe")
     check_rank("moe", "router", "router", router.shape, of="moe")
+    routing_spec.check_floats("moe", "router", spec_of(router))
+    routing_spec.check_shared("moe", shared, SharedExpert)
+    of_shared_lora = None if shared is None else shared.lora
+    adapters.check_of_layer(lora, of_shared_lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
+    if held := tuple(getattr(value_of(wo), "shape", ())):  # what is no array is refused with the other weights
+        routing_spec.check_experts_held("moe", router.shape[1], held[0])
     weights, experts, aux = route.topk_router(router_logits(x, router), k, **routing)
     of_lora: dict[str, Any] = {} if lora is None else {"lora": lora, "lora_wgrad_accum": lora_wgrad_accum}
     options = {"lora_scaling": lora_scaling, "lora_dropout": lora_dropout, "lora_key": lora_key}
@@ -127,7 +138,12 @@ def key_of_shared(key: Array) -> Array:
     """The key uint32 [2] of the dropout masks of a shared expert: the low word's bits inverted (docs/numerics.md).
 
     Its rows are counted from 0 in a first group, as those of expert 0 are, so the key must tell them apart.
+
+    Raises:
+        TypeError: it is no array. ValueError: it is not two words.
     """
+    key = as_array(f"{adapters.LORA}_key", key, "[2]")
+    adapters.check_key(spec_of(key))
     return jnp.stack([~key[0], key[1]])
 
 
@@ -135,6 +151,8 @@ def of_shared(x: Float[Array, "T H"], shared: SharedExpert, **options: Any) -> F
     """The result of the shared expert at each token; options: of `grouped_mlp`."""
     gate = None
     if shared.gate is not None:  # a router with one expert, whose score is the sigmoid
-        gate = route.topk_router(router_logits(x, shared.gate), 1, score="sigmoid")[0][:, 0]
+        gate = as_array("shared.gate", shared.gate, "[H, 1]")
+        routing_spec.check_gate(gate.shape, transposed=False)
+        gate = route.topk_router(router_logits(x, gate), 1, score="sigmoid")[0][:, 0]
     sizes, recipe = one_group(x.shape[0]), shared.recipe
     return grouped_mlp(x, shared.wi, shared.wo, sizes, probs=gate, recipe=recipe, **options)

@@ -24,6 +24,7 @@ from grouped_core.calls import spec_of
 from grouped_core.mlp_spec import Residuals
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.routing_spec import check_floats, check_shared
 from jax_grouped import _mesh, _parallel_moe, _ragged, route
 from jax_grouped._arguments import as_array, as_bound, to_int32
 from jax_grouped._exchange import TRANSPORTS, Way, back, there, transport_option
@@ -103,10 +104,13 @@ def moe(
     Raises:
         ValueError, TypeError: a shape, dtype or option does not fit.
     """
+    x, router = as_array("x", x, "[T, H]"), as_array("router", router, "[H, E]")
     check_rank("moe", "x", "x", x.shape, of=_parallel_moe.FUNCTION)
     check_rank("moe", "router", "router", router.shape, of=_parallel_moe.FUNCTION)
     name, function = transport_option(_parallel_moe.FUNCTION, transport), _parallel_moe.FUNCTION
     exchange.check_budget_factor(function, budget_factor)
+    check_floats(function, "router", spec_of(router))
+    check_shared(function, shared, SharedExpert)
     arrays: dict[str, Any] = {
         "x": x,
         "router": router,

@@ -33,9 +33,10 @@ def check_operand(name: str, value: Tensor, x: Tensor) -> None:
         raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `x`; move it with `.to`.")
     check_layout(name, value)
     if not value.is_contiguous():
+        remedy = ", or for a transposed weight change `rhs_transposed`" if value.dim() > 1 else ""
         raise ValueError(
             f"`{name}`: strides {tuple(value.stride())} of shape {tuple(value.shape)}, expected a contiguous tensor; "
-            "call `.contiguous()`, or for a transposed weight change `rhs_transposed`."
+            f"call `.contiguous()`{remedy}."
         )
 
 

@@ -22,13 +22,14 @@ from grouped_core.exchange import Exchange
 from grouped_core.formats import Format, QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.routing_spec import check_shared
 from torch_bridge import _autocast, _exchange, _routing, _symmetric, route
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_operand
 from torch_bridge._expert_lora import AdapterOptions, check_adapters
 from torch_bridge._router import router_logits
 from torch_bridge._tensors import E8M0, StraightThrough, dtype_name, rows_spec
-from torch_bridge.moe import SharedExpert, of_shared
+from torch_bridge.moe import SharedExpert, experts_held, of_shared
 from torch_bridge.route import MoEAux, Permutation, topk_router
 from torch_bridge.routed import routed_mlp
 from torch_bridge.sizes import saturate
@@ -444,6 +445,9 @@ def moe(
     by = transport_option(FUNCTION, *how, adapted=lora is not None)
     check_chunks(FUNCTION, chunks)
     of_lora = AdapterOptions(lora_scaling, lora_dropout, lora_key)
+    for name, each in (("x", x), ("router", router)):
+        check_operand(name, each, x)
+    check_shared(FUNCTION, shared, SharedExpert)
     check_adapters(x, lora, shared, of_lora, lora_wgrad_accum)
     experts = int(router.shape[0])
     check_own(experts, wo, process_group)
@@ -486,9 +490,8 @@ def check_own(experts: int, wo: Any, process_group: Any) -> None:
         ValueError: ranks do not divide the experts, or the number of those given is wrong.
     """
     own = exchange.own_experts(FUNCTION, experts, process_group.size())
-    wo = wo.q if isinstance(wo, StraightThrough) else wo
-    held = len(wo) if isinstance(wo, (list, tuple)) else int(wo.shape[0])
-    if held != own:
+    held = experts_held(wo)
+    if held is not None and held != own:  # what is no weight is refused with the others
         raise ValueError(
             f"`wo` of {FUNCTION}: {held} experts on a rank, expected {own} of the {experts} that `router` chooses "
             "from; pass those of this rank, in order of ranks."

@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grouped_core import lora as adapters
+from grouped_core import routing_spec
 from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from torch_bridge._args import Accumulators, Members
+from torch_bridge._checks import check_operand
 from torch_bridge._router import router_logits
-from torch_bridge._tensors import StraightThrough
+from torch_bridge._tensors import StraightThrough, fixed_spec
 from torch_bridge.mlp import grouped_mlp
 from torch_bridge.route import MoEAux, topk_router
 from torch_bridge.routed import routed_mlp
@@ -85,7 +88,15 @@ def moe(
         raise ValueError(
             "`out` of moe: given beside `shared`, expected None, because two results are added; leave it out."
         )
-    weights, experts, aux = topk_router(router_logits(x, router), k, **routing)
+    routing_spec.check_shared("moe", shared, SharedExpert)
+    of_shared_lora = None if shared is None else shared.lora
+    adapters.check_of_layer(lora, of_shared_lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
+    logits = router_logits(x, router)
+    if (held := experts_held(wo)) is not None:  # what is no weight is refused with the others
+        routing_spec.check_experts_held("moe", router.shape[0], held)
+    of_lora = {"lora_scaling": lora_scaling, "lora_dropout": lora_dropout, "lora_key": lora_key}
+    of_experts = {} if lora is None else {"lora": lora, "lora_wgrad_accum": lora_wgrad_accum, **of_lora}
+    weights, experts, aux = topk_router(logits, k, **routing)
     y = routed_mlp(
         *(x, experts, weights, wi, wo),
         rhs_transposed=rhs_transposed,
@@ -97,20 +108,26 @@ def moe(
         wgrad_accum=wgrad_accum,
         out=out,
         implementation=implementation,
-        lora=lora,
-        lora_scaling=lora_scaling,
-        lora_dropout=lora_dropout,
-        lora_key=lora_key,
-        lora_wgrad_accum=lora_wgrad_accum,
+        **of_experts,
     )
     if shared is None:
         return y, aux
-    of_lora: dict[str, Any] = {}
+    options: dict[str, Any] = {"activation": activation, "residuals": residuals, "implementation": implementation}
     if shared.lora is not None:
-        of_lora = {"lora": shared.lora, "lora_scaling": lora_scaling, "lora_dropout": lora_dropout}
-        of_lora["lora_key"] = None if lora_key is None else key_of_shared(lora_key)
-    options = {"activation": activation, "residuals": residuals, "implementation": implementation}
-    return y + of_shared(x, shared, rhs_transposed=rhs_transposed, **options, **of_lora), aux
+        options |= {**of_lora, "lora": shared.lora}
+        if lora_key is not None:
+            check_operand("lora_key", lora_key, x)
+            adapters.check_key(fixed_spec(lora_key))
+            options["lora_key"] = key_of_shared(lora_key)
+    return y + of_shared(x, shared, rhs_transposed=rhs_transposed, **options), aux
+
+
+def experts_held(wo: Any) -> int | None:
+    """The number of experts that weights in any form are of; None for what is no weight."""
+    wo = wo.q if isinstance(wo, StraightThrough) else wo
+    if isinstance(wo, (list, tuple)):
+        return len(wo)
+    return int(wo.shape[0]) if getattr(wo, "shape", ()) else None
 
 
 def key_of_shared(key: Tensor) -> Tensor:
@@ -132,6 +149,8 @@ def of_shared(x: Tensor, shared: SharedExpert, **options: Any) -> Tensor:
     """[T, H]: the result of the shared expert at each token; options: of `grouped_mlp`."""
     gate = None
     if shared.gate is not None:  # a router with one expert, whose score is the sigmoid
+        check_operand("shared.gate", shared.gate, x)
+        routing_spec.check_gate(shared.gate.shape, transposed=True)
         gate = topk_router(router_logits(x, shared.gate), 1, score="sigmoid")[0].reshape(-1)
     sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
     return grouped_mlp(x, shared.wi, shared.wo, sizes, probs=gate, recipe=shared.recipe, **options)

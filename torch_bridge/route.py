@@ -153,6 +153,9 @@ def _topk_router(
     group: str | None,
 ) -> tuple[Tensor, ...]:
     refuse_transforms("topk_router", logits, bias)
+    counts = {"num_groups": options[4], "topk_groups": options[5], "group_topk": options[6], "sinkhorn": options[8]}
+    k, *limit, sinkhorn = routing_spec.integers("topk_router", k=k, **counts)
+    options = (*options[:4], *limit, options[7], sinkhorn, *options[9:])
     tensors = {
         "logits": logits,
         "bias": bias,
@@ -307,12 +310,7 @@ def _unpad_groups(rows: Tensor, source: Tensor, inverse: Tensor) -> tuple[Tensor
     refuse_transforms("unpad_groups", rows)
 
     def check(rows: Any, source: Any, inverse: Any) -> None:
-        routing_spec.check_ranks("unpad_groups", rows=rows)
-        if rows.shape[0] != source.shape[0]:
-            raise ValueError(
-                f"`rows` of unpad_groups: {rows.shape[0]} rows, expected {source.shape[0]}; give all rows of "
-                "`pad_groups`."
-            )
+        routing_spec.check_unpad_groups(rows, source)
 
     _checked("unpad_groups", {"rows": rows, "source": source, "inverse": inverse}, None, check)
     return (_routing.gather(rows, inverse, source),)

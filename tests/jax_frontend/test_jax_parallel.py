@@ -612,8 +612,11 @@ def test_dispatch_and_combine(transport: str, check_vma: bool, remat: bool) -> N
 
 @pytest.mark.rule("LYR-11")
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_ragged_all_to_all_on_a_cpu(check_vma: bool) -> None:
-    """The example of JAX's documentation, on whole rows, beside what its text says of any updates."""
+@pytest.mark.parametrize("wide", [False, True])
+def test_ragged_all_to_all_on_a_cpu(wide: bool, check_vma: bool) -> None:
+    """The example of JAX's documentation, on whole rows, beside what its text says of any updates. `wide`: where 64-bit
+    types are enabled, without implicit promotion.
+    """
     ranks, updates, rows = 4, 2, 12
     random = np.random.default_rng(3)
     sizes = random.integers(0, 4, (ranks, ranks, updates)).astype(np.int32)  # [source, peer, update]
@@ -639,7 +642,8 @@ def test_ragged_all_to_all_on_a_cpu(check_vma: bool) -> None:
     over = jax.shard_map(local, mesh=mesh_of(expert=ranks), in_specs=(split,) * 6, out_specs=split, check_vma=check_vma)
     offsets = to.transpose(1, 0, 2).reshape(ranks, -1).astype(np.int32)
     arrays = (data, output, starts, sizes.reshape(ranks, -1), offsets, arriving.reshape(ranks, -1))
-    asserts.bitwise(jax.jit(over)(*map(jnp.asarray, arrays)), expected)
+    with jax.enable_x64(wide):
+        asserts.bitwise(jax.jit(over)(*map(jnp.asarray, arrays)), expected)
     short = [jnp.asarray(each[:, :3]) if each.ndim == 2 else jnp.asarray(each) for each in arrays]
     with asserts.refused(ValueError, ("`input_offsets` of ragged_all_to_all", "3 updates", "multiple of 4", "size 0")):
         jax.jit(over)(*short)

@@ -415,6 +415,18 @@ def test_rows_of_any_dtype_are_copied(dtype: str) -> None:
     asserts.bitwise(rows, np.asarray(x)[np.asarray(permutation.source) // 2])
 
 
+@pytest.mark.rule("LYR-5", "ERR-1")
+def test_rows_of_other_dtypes_are_refused() -> None:
+    x, sizes = jnp.zeros((2, 4), jnp.int16), jnp.array([2], jnp.int32)
+    fragments = ("int16", "expected one of float32", "cast it")
+    with asserts.refused(TypeError, ("`x` of permute", *fragments)):
+        route.permute(x, jnp.zeros((2, 1), jnp.int32), 3)
+    with asserts.refused(TypeError, ("`rows` of pad_groups", *fragments)):
+        route.pad_groups(x, sizes, 4)
+    with asserts.refused(TypeError, ("`rows` of unpad_groups", *fragments)):
+        route.unpad_groups(x, route.pad_groups(jnp.zeros((2, 4)), sizes, 1)[2])
+
+
 @pytest.mark.rule("ERR-1", "ACC-10")
 def test_arguments_that_are_no_arrays_and_mapped_axes() -> None:
     with asserts.refused(TypeError, ("`logits`", "list", "expected a JAX or NumPy array [T, E]", "jnp.asarray")):

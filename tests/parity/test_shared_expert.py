@@ -109,3 +109,81 @@ def test_a_buffer_beside_a_shared_expert_is_refused():
     shared = torch_bridge.SharedExpert(wi[:1], wo[:1])
     with asserts.refused(ValueError, ["`out` of moe", "beside `shared`", "expected None", "leave it out"]):
         torch_bridge.moe(x, torch.zeros(E, H), wi, wo, K, shared=shared, out=torch.empty(T, H))
+
+
+def _both(change: dict[str, Any]) -> list[Any]:
+    """Calls of `moe` in both frameworks whose arguments are changed alike; arrays are in the layout of JAX."""
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in {
+        "x": (T, H), "router": (H, E), "wi": (E, H, 2 * F), "wo": (E, F, H),
+    }.items()}  # fmt: skip
+
+    def jax_call() -> Any:
+        given = {name: jnp.asarray(each) if isinstance(each, np.ndarray) else each
+                 for name, each in (arrays | change).items()}  # fmt: skip
+        if "gate" in given:
+            given["shared"] = jax_grouped.SharedExpert(given["wi"][:1], given["wo"][:1], given.pop("gate"))
+        return jax_grouped.moe(**given, k=K)
+
+    def torch_call() -> Any:
+        given = {name: torch.from_numpy(np.ascontiguousarray(np.swapaxes(each, -1, -2) if name != "x" else each))
+                 if isinstance(each, np.ndarray) else each
+                 for name, each in (arrays | change).items()}  # fmt: skip
+        if "gate" in given:
+            given["shared"] = torch_bridge.SharedExpert(given["wi"][:1], given["wo"][:1], given.pop("gate"))
+        return torch_bridge.moe(**given, k=K)
+
+    return [jax_call, torch_call]
+
+
+@pytest.mark.rule("ERR-1", "LYR-12")
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        ({"x": [1.0]}, TypeError, ["`x`", "list", "expected", "convert it"]),
+        ({"router": None}, TypeError, ["`router`", "NoneType", "expected", "convert it"]),
+        ({"router": np.zeros((H, E), np.int32)}, TypeError, ["`router`", "int32", "one of float32", "cast it"]),
+        ({"router": np.zeros((H, E + 1), np.float32)}, ValueError,
+         ["`wo` of moe", f"{E} experts", f"expected {E + 1} as in `router`", "pass the weights of all"]),
+        ({"shared": (0, 1)}, TypeError, ["`shared` of moe", "tuple", "a SharedExpert", "pass SharedExpert(wi, wo)"]),
+        ({"gate": np.zeros((H, 2), np.float32)}, ValueError, ["`shared.gate`", "shape (", "expected [", "one vector"]),
+        ({"gate": np.zeros((1, H, 1), np.float32)}, ValueError, ["`shared.gate`", "expected two axes [", "reshape"]),
+        ({"gate": [1.0]}, TypeError, ["`shared.gate`", "list", "expected", "convert it"]),
+        ({"lora_scaling": 2.0}, ValueError, ["`lora_scaling`", "without `lora`", "expected 1.0", "leave it out"]),
+        ({"lora_wgrad_accum": (None, None)}, ValueError, ["`lora_wgrad_accum`", "without `lora`", "leave it out"]),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_layer_are_refused_alike(change: dict[str, Any], kind: type[Exception], said: list[str]):
+    for call in _both(change):
+        with asserts.refused(kind, said):
+            call()
+
+
+@pytest.mark.rule("LYR-12", "LOR-1", "ALL-1")
+def test_the_shared_expert_alone_may_have_adapters():
+    """Scale, dropout and key are then those of its adapters, and the key is checked before it is derived from."""
+    p = problem()
+    (wi, wo, _), (shared_wi, shared_wo, lora) = _parts(p), _parts(p, "_shared")
+    options: dict[str, Any] = {"lora_scaling": 0.37, "lora_dropout": 0.25}
+    shared: Any = jax_grouped.SharedExpert(shared_wi, shared_wo, lora=lora)
+    given: tuple[Any, ...] = (p["x"], p["router"], wi, wo, K)
+    y = jax_grouped.moe(*given, shared=shared, lora_key=jnp.asarray(KEY), **options)[0]
+    routed = jax_grouped.moe(*given)[0]
+    own = jnp.asarray(np.array([~KEY[0], KEY[1]]))
+    sizes = jnp.array([T], jnp.int32)
+    alone = jax_grouped.grouped_mlp(p["x"], shared_wi, shared_wo, sizes, lora=lora, lora_key=own, **options)
+    asserts.bitwise(y, routed + alone)
+
+    def by_rows(each: Any) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(np.swapaxes(each, -1, -2)))
+
+    adapters = tuple(tuple(map(by_rows, pair)) for pair in lora)
+    shared = torch_bridge.SharedExpert(by_rows(shared_wi), by_rows(shared_wo), lora=adapters)
+    given = (torch.from_numpy(p["x"]), *(by_rows(p[name]) for name in ("router", "wi", "wo")), K)
+    asserts.bitwise(torch_bridge.moe(*given, shared=shared, lora_key=to_torch(KEY), **options)[0], y)
+
+    said = ["`lora_key`", "float32[2]", "expected uint32[2]", "pass such an array"]
+    with asserts.refused(ValueError, said):
+        torch_bridge.moe(*given, shared=shared, lora_key=torch.ones(2), **options)
+    with asserts.refused(ValueError, ["`lora_key`", "key<fry>[]", "expected uint32[2]", "pass such an array"]):
+        shared = jax_grouped.SharedExpert(shared_wi, shared_wo, lora=lora)
+        jax_grouped.moe(p["x"], p["router"], wi, wo, K, shared=shared, lora_key=jax.random.key(0), **options)

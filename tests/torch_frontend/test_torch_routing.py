@@ -477,6 +477,28 @@ def test_no_memory_of_the_gradient_is_shared_with_the_sums() -> None:
             ["`experts` of permute", "float32", "expected integers", "pass numbers"],
         ),
         (
+            lambda r: r.permute(torch.zeros(2, 4).double(), torch.zeros(2, 1, dtype=torch.int64), 4),
+            TypeError,
+            ["`x` of permute", "float64", "one of float32", "cast it"],
+        ),
+        (
+            lambda r: r.pad_groups(torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, dtype=torch.int32), 4),
+            TypeError,
+            ["`rows` of pad_groups", "bool", "one of float32", "cast it"],
+        ),
+        (
+            lambda r: r.unpad_groups(
+                torch.zeros(4, 4).double(), r.pad_groups(torch.zeros(4, 4), torch.tensor([4]), 1)[2]
+            ),
+            TypeError,
+            ["`rows` of unpad_groups", "float64", "one of float32", "cast it"],
+        ),
+        (
+            lambda r: r.topk_router(torch.zeros(2, 4), 1, mask=torch.ones(2, 2, dtype=torch.bool)[:, 0]),
+            ValueError,
+            ["`mask`", "strides (2,)", "contiguous", "call `.contiguous()`."],
+        ),
+        (
             lambda r: r.pad_groups(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int32), 0),
             ValueError,
             ["`align` of pad_groups", "0", "1 or more", "pads nothing"],
@@ -525,6 +547,17 @@ def test_numbers_of_other_types_do_not_reach_caches(name: str, call: Callable[[A
         call(7.0)
     first = call(np.int64(7))
     asserts.bitwise(first, call(7), "an int after a number of NumPy")
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("name", ["k", "num_groups", "topk_groups", "group_topk", "sinkhorn"])
+def test_options_of_the_router_are_integers_after_a_call_with_them_too(name: str) -> None:
+    logits = torch.ones(2, 8)
+    options = {"k": 2, "num_groups": 2, "topk_groups": 2, "group_topk": 2, "sinkhorn": 2}
+    first = route.topk_router(logits, **options)[1]
+    with asserts.refused(TypeError, [f"`{name}` of topk_router", "2.0", "expected an integer", "pass an int"]):
+        route.topk_router(logits, **(options | {name: 2.0}))
+    asserts.bitwise(first, route.topk_router(logits, **(options | {name: np.int64(2)}))[1], "a number of NumPy")
 
 
 @pytest.mark.rule("ERR-1")
