@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
-from grouped_core.checkpoint_metadata import NAME, Recorded, check_agreement, recorded
+from grouped_core.activations import Activation
+from grouped_core.checkpoint_metadata import NAME, Recorded, check_activations, check_agreement, recorded
 from grouped_core.checkpoint_plan import WHOLE, Plan, Shard, fixed_or, interleave_option, plan
 from grouped_core.formats import Format
 from grouped_core.layouts import Layout, layout_option, stripped
@@ -120,13 +121,13 @@ class Model(NamedTuple):
     """What is to be loaded into.
 
     Attributes:
-        layout: its layout. entries: the facts of its tensors. blocks: the interleave of each MLP whose activation is
-            known, by place. optional: keys that a checkpoint may lack. formats: of quantised weights, by their key.
+        layout: its layout. entries: the facts of its tensors. activations: of each MLP that knows its own, by place.
+            optional: keys that a checkpoint may lack. formats: of quantised weights, by their key.
     """
 
     layout: Layout
     entries: Mapping[str, Facts]
-    blocks: Mapping[str, int | None]
+    activations: Mapping[str, Activation]
     optional: frozenset[str] = frozenset()
     formats: Mapping[str, tuple[Format, ...]] = {}
 
@@ -151,7 +152,7 @@ def loading(
             "its layout, and `interleave=` if its gate and linear columns alternate."
         )
     source = layout_option(layout) if notes is None else notes.layout
-    blocks = dict(model.blocks)
+    blocks = {place: act.interleave for place, act in model.activations.items()}
 
     def pair(place: str) -> tuple[int | None, int | None]:
         if notes is None:
@@ -170,6 +171,7 @@ def loading(
     if notes is not None:
         if interleave is not None:
             blocks = dict.fromkeys(notes.layers, given[1]) | blocks
+        check_activations(notes, model.activations, reader.where)
         check_agreement(notes, model.layout, blocks, convert, reader.where)
     made = plan(reader.entries, source, model.layout, pair, targets=model.entries, shard=shard)
     if notes is not None:

@@ -149,6 +149,23 @@ def _read(notes: dict[str, Any]) -> Recorded:
     return Recorded(notes["layout"], layers, groups, indexed, formats, notes["ranks"])
 
 
+def check_activations(found: Recorded, activations: Mapping[str, Activation], where: str) -> None:
+    """Refuses a checkpoint whose experts have other activations than those of the model, apart from the columns' order.
+
+    Raises:
+        ValueError: an activation differs.
+    """
+    for place, ours in activations.items():
+        theirs = found.layers.get(place)
+        if theirs is not None and dataclasses.replace(theirs, interleave=None) != dataclasses.replace(
+            ours, interleave=None
+        ):
+            raise ValueError(
+                f"checkpoint `{where}`: the activation of `{place}` is {theirs}, expected {ours} of the model; make "
+                "the model with that activation, or load into its tensors, a tree."
+            )
+
+
 def check_agreement(
     found: Recorded, target: Layout, blocks: Mapping[str, int | None], convert: bool, where: str
 ) -> None:

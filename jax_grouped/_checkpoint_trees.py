@@ -103,8 +103,8 @@ def taken(tree: Any, path: str = "") -> Tree:
             entries = {name: leaf}
         else:
             raise TypeError(
-                f"`{name}` of a checkpoint: {type(leaf).__name__}, expected an array, a QTensor, or a Flax NNX module; "
-                "leave it out, or convert it."
+                f"`{name or 'tree'}` of a checkpoint: {type(leaf).__name__}, expected an array, a QTensor, or a Flax "
+                "NNX module; leave it out, or convert it."
             )
         if double := flat.keys() & entries.keys():
             raise ValueError(

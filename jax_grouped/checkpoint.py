@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
+
 from grouped_core import checkpoint_files, checkpoint_tensors, lora_layout, safetensors_file
 from grouped_core.checkpoint_files import SUFFIX, Files, Model, loading, part_file, unused_message
 from grouped_core.checkpoint_fp8 import dequantized
@@ -51,6 +53,8 @@ def save(path: str | os.PathLike[str], tree: Any, spec: Spec = None, *, shard: t
         array. OSError: the file cannot be written.
     """
     whole, ranks = taken(tree), shard_option(shard)
+    if empty := [key for key, value in whole.flat.items() if isinstance(value, jax.ShapeDtypeStruct)]:
+        raise ValueError(f"`{empty[0]}` of save: a ShapeDtypeStruct, expected values; load or initialise it first.")
     acts = whole.activations
     given = {**acts, **spec} if isinstance(spec, Mapping) else acts if acts and spec is None else spec
     made = checkpoint_tensors.saving(whole.flat, _LAYOUT, given, facts_of, {}, ranks)
@@ -100,10 +104,9 @@ def load(
     whole, ranks = taken(like), shard_option(shard)
     target, quantised = checkpoint_tensors.taken_apart(whole.flat)
     entries = {key: facts_of(value) for key, value in target.items()}
-    blocks = {place: act.interleave for place, act in whole.activations.items()}
     formats = {key: formats_of(q) for key, q in quantised.items()}
     optional = frozenset(key for key in entries if _STATE.fullmatch(key))
-    model = Model(LAYOUTS[_LAYOUT], entries, blocks, optional, formats)
+    model = Model(LAYOUTS[_LAYOUT], entries, whole.activations, optional, formats)
     reader: Any
     if _is_orbax(path):
         from jax_grouped import _orbax

@@ -66,6 +66,8 @@ def save(
         OSError: the file cannot be written.
     """
     flat, modules = _flattened(tree_or_module)
+    if meta := [key for key, value in flat.items() if isinstance(value, Tensor) and value.is_meta]:
+        raise ValueError(f"`{meta[0]}` of save: on the meta device, expected values; load or initialise it first.")
     flat, shard = _own_experts(flat, modules, shard)
     acts = {place: mlp.activation for place, mlp in _mlps(modules).items()}
     given = {**acts, **spec} if isinstance(spec, Mapping) else acts if acts and spec is None else spec
@@ -123,9 +125,9 @@ def load(
         entries[key], target[key] = Facts(tuple(weight.shape), name_of(weight.dtype)), weight
     formats = {key: formats_of(q) for key, q in quantised.items()}
     formats |= {key: formats_of(weight.q) for key, weight in weights.items()}
-    blocks = {place: mlp.activation.interleave for place, mlp in _mlps(modules).items()}
+    activations = {place: mlp.activation for place, mlp in _mlps(modules).items()}
     optional = frozenset(key for key in entries if key.rpartition(".")[2] in _STATE)
-    model = Model(LAYOUTS[_LAYOUT], entries, blocks, optional, formats)
+    model = Model(LAYOUTS[_LAYOUT], entries, activations, optional, formats)
     made = loading(reader, model, layout, interleave, convert, ranks)
     if meta := [key for key in entries if target[key].is_meta]:
         raise ValueError(
@@ -260,16 +262,17 @@ def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
         yield path, tree
     else:
         raise TypeError(
-            f"`{path}` of a checkpoint: {type(tree).__name__}, expected a tensor, a QTensor, a module, or a mapping of "
-            "names to these; leave it out, or convert it."
+            f"`{path or 'tree'}` of a checkpoint: {type(tree).__name__}, expected a tensor, a QTensor, a module, or a "
+            "mapping of names to these; leave it out, or convert it."
         )
 
 
 def _mlps(modules: Mapping[str, Module]) -> dict[str, GroupedMLP]:
+    """By place; a layer that stands in several places is in each of them, as its tensors are in a state dict."""
     return {
         join(path, name): each
         for path, module in modules.items()
-        for name, each in module.named_modules()
+        for name, each in module.named_modules(remove_duplicate=False)
         if isinstance(each, GroupedMLP)
     }
 
@@ -285,7 +288,7 @@ def _own_experts(
     layers = [
         join(path, name)
         for path, module in modules.items()
-        for name, each in module.named_modules()
+        for name, each in module.named_modules(remove_duplicate=False)
         if isinstance(each, GroupedLinear)
     ]
     found = dict(flat)
@@ -328,12 +331,16 @@ def _facts(value: Any) -> Facts:
     """The facts of a tensor.
 
     Raises:
-        ValueError: it is a DTensor, or of a dtype that files do not have.
+        ValueError: it is a DTensor, not dense, or of a dtype that files do not have.
     """
     if is_distributed(value):
         raise ValueError(
             f"tensor of a checkpoint: a DTensor of shape {tuple(value.shape)}, expected local tensors; pass those of "
             "`to_local()` with `shard=(rank, ranks)`, or use torch.distributed.checkpoint."
+        )
+    if value.layout is not torch.strided:
+        raise ValueError(
+            f"tensor of a checkpoint: {value.layout}, expected a dense one; convert it with `.to_dense()`."
         )
     name = name_of(value.dtype)
     if name not in DTYPES:

@@ -97,6 +97,31 @@ def test_folders_load_on_another_mesh(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.rule("CKP-5", "CKP-6")
+def test_another_activation_is_refused(tmp_path: Path) -> None:
+    """Also with `convert`, which turns axes and columns alone; the tensors of a model know no activation."""
+    path = tmp_path / "f.safetensors"
+    checkpoint.save(path, moe(activation=Activation("clamped_swiglu", limit=7.0)))
+    for other in ("swiglu", Activation("clamped_swiglu", limit=3.0)):
+        model = moe(1, activation=other)
+        before = params(model)
+        for convert in (False, True):
+            with refused(ValueError, [f"`{path}`", "`experts`", "limit=7.0", "expected Activation", "of the model"]):
+                checkpoint.load(path, model, convert=convert)
+        same(params(model), before)
+        checkpoint.load(path, before)
+
+
+@pytest.mark.rule("ERR-1")
+def test_arrays_without_values_are_not_saved(tmp_path: Path) -> None:
+    abstract = jax.eval_shape(lambda: {"w": jnp.zeros((2, 3))})
+    with refused(ValueError, ["`w` of save", "ShapeDtypeStruct", "expected values", "load or initialise"]):
+        checkpoint.save(tmp_path / "f.safetensors", abstract)
+    with refused(TypeError, ["`tree` of a checkpoint", "int", "expected an array", "leave it out"]):
+        checkpoint.save(tmp_path / "f.safetensors", 3)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.rule("CKP-6")
 def test_another_order_of_columns_is_refused_and_converted(tmp_path: Path) -> None:
     path, given = tmp_path / "f.safetensors", moe(activation=Activation("swiglu", interleave=8), use_bias=True)

@@ -101,6 +101,58 @@ def test_quantised_weights_keep_codes_and_scales(tmp_path: Path, recipe: Any, si
     same(model, expected)
 
 
+@pytest.mark.rule("CKP-5", "CKP-6")
+def test_another_activation_is_refused(tmp_path: Path) -> None:
+    """Also with `convert`, which turns axes and columns alone; the tensors of a model know no activation."""
+    path = tmp_path / "f.safetensors"
+    checkpoint.save(path, moe(activation=Activation("clamped_swiglu", limit=7.0)))
+    for other in ("swiglu", Activation("clamped_swiglu", limit=3.0)):
+        model = moe(1, activation=other)
+        before = copy.deepcopy(model)
+        for convert in (False, True):
+            with refused(ValueError, [f"`{path}`", "`experts`", "limit=7.0", "expected Activation", "of the model"]):
+                checkpoint.load(path, model, convert=convert)
+        same(model, before)
+        checkpoint.load(path, model.state_dict())
+
+
+@pytest.mark.rule("CKP-1", "CKP-5")
+def test_a_layer_may_stand_in_two_places(tmp_path: Path) -> None:
+    """Its tensors are in the file under both, and each time their columns are those of its activation."""
+    from safetensors.torch import save_file
+
+    def twice(seed: int) -> torch.nn.Module:
+        layer = moe(seed, activation=Activation("swiglu", interleave=8))
+        return torch.nn.ModuleList([layer, layer])
+
+    path, given, model = tmp_path / "f.safetensors", twice(0), twice(1)
+    checkpoint.save(path, given)
+    checkpoint.load(path, model)
+    same(model, given)
+    foreign = checkpoint.convert(given, "torch_bridge", "hugging_face", interleave=(8, None))
+    save_file({key: value.clone() for key, value in foreign.items()}, path)
+    model = twice(1)
+    checkpoint.load(path, model, layout="hugging_face")
+    same(model, given)
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize(
+    ("tree", "kind", "words"),
+    [
+        ({"w": torch.empty(2, device="meta")}, ValueError, ["`w` of save", "meta device", "expected values"]),
+        ({"w": torch.eye(2).to_sparse()}, ValueError, ["torch.sparse_coo", "expected a dense one", "`.to_dense()`"]),
+        (None, TypeError, ["`tree` of a checkpoint", "NoneType", "expected a tensor", "leave it out"]),
+    ],
+)
+def test_what_has_no_plain_values_is_not_saved(
+    tmp_path: Path, tree: Any, kind: type[Exception], words: list[str]
+) -> None:
+    with refused(kind, words):
+        checkpoint.save(tmp_path / "f.safetensors", tree)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.rule("CKP-6")
 def test_another_order_of_columns_is_refused_and_converted(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
