@@ -55,8 +55,17 @@ _INT32 = np.iinfo(np.int32)
 
 
 def as_array(name: str, value: Any, shape: str) -> Any:
-    """`value` as a JAX array; NumPy arrays become constants."""
+    """`value` as a JAX array; NumPy arrays become constants.
+
+    Raises:
+        TypeError: it is none. NotImplementedError: its shape has a symbolic dimension of `jax.export`.
+    """
     if isinstance(value, jax.Array):
+        if not all(isinstance(length, int) for length in value.shape):
+            raise NotImplementedError(
+                f"`{name}`: shape {value.shape}, expected integers without symbolic dimensions, because a kernel is "
+                "chosen for the shape; export a program for each shape, or pad to one."
+            )
         return value
     if isinstance(value, np.ndarray):
         # jnp.asarray would wrap 64-bit sizes, which must saturate, and cast float64, which must be refused.

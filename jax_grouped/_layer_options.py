@@ -14,6 +14,7 @@ from jaxtyping import Array
 from grouped_core.exchange import check_budget_factor
 from grouped_core.routing_spec import check_of_layer, router_option
 from jax_grouped import parallel
+from jax_grouped._arguments import as_array
 from jax_grouped._exchange import TRANSPORTS, transport_option
 from jax_grouped.moe import moe
 from jax_grouped.parallel import MeshAxes
@@ -160,8 +161,9 @@ def as_tokens(x: Array) -> Array:
     """x [..., H] as tokens [T, H].
 
     Raises:
-        ValueError: x has no axes.
+        TypeError: x is no array. ValueError: x has no axes.
     """
+    x = as_array("x", x, "[..., H]")
     if not x.ndim:
         raise ValueError("`x` of MoE: shape (), expected at least one axis [..., H]; pass tokens of H columns.")
     return x.reshape(-1, x.shape[-1])
@@ -171,8 +173,10 @@ def of_tokens(x: Array, mask: Any, experts: Any) -> dict[str, Any]:
     """mask [...] and experts [..., k] of x [..., H], as arguments of `route.topk_router`.
 
     Raises:
-        ValueError: their leading axes are not those of x.
+        TypeError: one is no array. ValueError: their leading axes are not those of x.
     """
+    mask = None if mask is None else as_array("mask", mask, "[...]")
+    experts = None if experts is None else as_array("experts", experts, "[..., k]")
     shapes = [None if each is None else each.shape for each in (mask, experts)]
     check_of_layer(x.shape[:-1], *shapes)
     return {

@@ -33,6 +33,7 @@ from grouped_core.mlp_spec import Residuals
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
 from jax_grouped import _layer_lora, _layer_options, route
+from jax_grouped._arguments import as_array
 from jax_grouped._layer_options import (
     Initializer,
     Metadata,
@@ -202,7 +203,7 @@ class GroupedLinear(nn.Module):
         groups, columns = self.num_groups, self.out_features
         sizes = {"num_groups": groups, "in_features": self.in_features, "out_features": columns}
         _layer_options.check_positive("GroupedLinear", **sizes)
-        check_rank("linear", "x", "x", x.shape)
+        check_rank("linear", "x", "x", as_array("x", x, "[M, K]").shape)
         shape, of = (groups, self.in_features, columns), self.param_dtype
         kernel = _param(self, "kernel", self.kernel_init, shape, of, self.kernel_metadata)
         bias = None

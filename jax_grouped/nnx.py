@@ -22,6 +22,7 @@ from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
 from jax_grouped import _layer_lora, _layer_options, route
+from jax_grouped._arguments import as_array
 from jax_grouped._layer_options import (
     NO_METADATA,
     Initializer,
@@ -167,7 +168,7 @@ class GroupedLinear(_LoraLayer):
             x: [M, K]. group_sizes: integers [G]; rows past their sum give zero.
             rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
         """
-        check_rank("linear", "x", "x", x.shape)
+        check_rank("linear", "x", "x", as_array("x", x, "[M, K]").shape)
         x, kernel, bias, *factors = _cast(
             self.dtype, x, *self._frozen(self.kernel[...], _value(self.bias)), *self._factors(("lora",))
         )

@@ -32,7 +32,7 @@ from grouped_core.routing_spec import check_by_row
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._cache import Cache
-from torch_bridge._checks import MLP_NAMES, NAMES, ROUTED_NAMES, check_memory, check_operand, refuse_transforms
+from torch_bridge._checks import MLP_NAMES, NAMES, ROUTED_NAMES, address, check_memory, check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import FactsCache
 from torch_bridge._scaling import Scaling
@@ -762,10 +762,11 @@ def check_gradient(dy: Tensor, grad_input: Tensor | None, accumulators: Sequence
     """BUF-2 for dy, which forward cannot check: dy is still read while the buffers are written."""
     if is_compiling():
         return
-    start, end = dy.data_ptr(), dy.data_ptr() + dy.nbytes
+    start = address(dy)
+    end = start + dy.nbytes
     for name, part in ((NAMES.grad_input, (grad_input,)), *((NAMES.accum, part) for part in accumulators)):
         for each in part:
-            if each is not None and each.data_ptr() < end and start < each.data_ptr() + each.nbytes:
+            if each is not None and address(each) < end and start < address(each) + each.nbytes:
                 check_apart([(name, each)], [("dy", dy)])  # raises with the full message
 
 
@@ -796,5 +797,5 @@ def check_apart(written: Named, read: Named) -> None:
 
 
 def _span(name: str, tensor: Any) -> Span:
-    start = 0 if tensor.is_meta else tensor.data_ptr()
+    start = address(tensor)
     return Span(name, start, start + tensor.nbytes if start else 0)

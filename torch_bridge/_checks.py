@@ -60,6 +60,13 @@ def check_memory(name: str, value: Tensor) -> None:
         )
 
 
+def address(tensor: Tensor) -> int:
+    """The address of the first element; 0 on the meta device and of fake tensors, which have no memory."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return 0 if tensor.is_meta else tensor.data_ptr()
+    return 0 if tensor.untyped_storage().device.type == "meta" else tensor.data_ptr()
+
+
 def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Host integers as a tensor on `device`, without a synchronisation or a copy from pageable memory."""
     if device.type == "cpu":

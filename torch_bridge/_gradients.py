@@ -21,7 +21,7 @@ from grouped_core.linear_spec import Linear
 from grouped_core.products import Cached
 from torch_bridge import main_grad
 from torch_bridge._args import WeightForms, leaf_names
-from torch_bridge._checks import local
+from torch_bridge._checks import address, local
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call_prepared, define
@@ -284,7 +284,7 @@ def _place(weight: Any) -> tuple[int, int]:
     """(address, bytes) of a weight; without memory, its identity instead."""
     if type(weight) not in (Tensor, torch.nn.Parameter):
         weight = weight.q.values if isinstance(weight, QuantizedWeight) else local(weight)
-    return (id(weight), 1) if weight.is_meta else (weight.data_ptr(), weight.nbytes)
+    return (at, weight.nbytes) if (at := address(weight)) else (id(weight), 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch import Tensor
 from grouped_core import memory
 from grouped_core.formats import WIDE
 from grouped_core.memory import Span
-from torch_bridge._checks import distributed_like, is_distributed, local
+from torch_bridge._checks import address, distributed_like, is_distributed, local
 from torch_bridge._tensors import dtype_name
 
 Write = Callable[[list[Tensor], list[int], bool], None]
@@ -107,7 +107,7 @@ def write(
 
 def _check_apart(found: Sequence[tuple[str, Tensor]]) -> None:
     """Refuses destinations of one call that overlap, because tiles of one launch would write them concurrently."""
-    spans = [(0 if each.is_meta else each.data_ptr(), 0 if each.is_meta else each.nbytes) for _, each in found]
+    spans = [(at, each.nbytes if at else 0) for _, each in found for at in (address(each),)]
     if not memory.are_apart(spans):
         ordered = sorted((start, length, name) for (start, length), (name, _) in zip(spans, found, strict=True))
         memory.check_apart([Span(f"main_grad of {name}", start, start + length) for start, length, name in ordered], ())

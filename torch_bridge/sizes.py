@@ -102,7 +102,7 @@ def every_row(x: Tensor) -> Tensor:
 
     Sizes above the number of rows are clamped by every kernel, so one tensor serves every number.
     """
-    if is_compiling() or x.is_meta:
+    if is_compiling() or x.is_meta or type(x) not in (Tensor, torch.nn.Parameter):  # also fake tensors
         return torch.full((1,), calls.MAX_ROWS, dtype=torch.int32, device=x.device)
     on_gpu = x.device.type == "cuda"
     key = (x.device, raw_stream(x.device.index) if on_gpu else 0)

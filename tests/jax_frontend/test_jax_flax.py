@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from flax import nnx as flax_nnx
 from numpy.typing import NDArray
 
 import jax_grouped
-from jax_grouped import nnx, ragged_dot, route
+from jax_grouped import linen, nnx, ragged_dot, route
 from tests import asserts
 from tests.bounds import FUNCTIONS, Bounded
 
@@ -508,6 +509,14 @@ def test_layer_refusals() -> None:
         nnx.GroupedLinear(2, 8.0, 3, rngs=rngs)
     with asserts.refused(ValueError, ("`score` of topk_router", "'best'", "expected one of", "choose")):
         nnx.MoE(4, 4, 2, 1, score="best", rngs=rngs)
+    for layer in (nnx.MoE(3, 4, 2, 1, rngs=rngs), linen.MoE(3, 4, 2, 1)):
+        call = layer if isinstance(layer, nnx.MoE) else partial(layer.init, jax.random.key(0))
+        for given, name in (({"x": [[1.0] * 3]}, "x"), ({"mask": [True]}, "mask"), ({"experts": [[0]]}, "experts")):
+            with asserts.refused(TypeError, (f"`{name}`", "list", "expected a JAX or NumPy array [...", "convert it")):
+                call(**({"x": jnp.ones((1, 3))} | given))
+    for layer in (nnx.GroupedLinear(2, 3, 4, rngs=rngs), partial(linen.GroupedLinear(2, 3, 4).init, jax.random.key(0))):
+        with asserts.refused(TypeError, ("`x`", "list", "expected a JAX or NumPy array [M, K]", "convert it")):
+            layer([[1.0] * 3], jnp.asarray([1, 0]))
     with asserts.refused(TypeError, ("`probs`", "float", "expected a JAX or NumPy array [M]", "convert")):
         nnx.GroupedMLP(1, 3, 4, rngs=rngs)(jnp.ones((2, 3)), jnp.asarray([2]), 0.5)
     for probs, wanted in ((jnp.ones(1), "(2,) = all rows of `x`"), (jnp.ones((2, 1)), "one axis [M]")):

@@ -611,6 +611,21 @@ def test_export_keeps_the_target():
     asserts.bitwise(exported.call(p.x, p.w, p.group_sizes), jg.ragged_dot(p.x, p.w, p.group_sizes))
 
 
+@pytest.mark.rule("ERR-1", "ACC-11")
+@pytest.mark.parametrize("call", ["ragged_dot", "grouped_mlp", "topk_router", "quantize"])
+def test_symbolic_dimensions_are_refused(call: str):
+    w, sizes = jnp.zeros((3, 8, 8)), jnp.array([1, 1, 1], jnp.int32)
+    name, run = {
+        "ragged_dot": ("lhs", lambda x: jg.ragged_dot(x, w, sizes)),
+        "grouped_mlp": ("x", lambda x: jg.grouped_mlp(x, w, w[:, :4], sizes)),
+        "topk_router": ("logits", lambda x: jg.route.topk_router(x, 2)[0]),
+        "quantize": ("x", lambda x: jg.quantize(x, "mxfp8").values),
+    }[call]
+    (rows,) = jax.export.symbolic_shape("rows")
+    with asserts.refused(NotImplementedError, [f"`{name}`", "(rows, 8)", "expected integers", "for each shape"]):
+        jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((rows, 8), jnp.float32))
+
+
 @pytest.mark.rule("ERR-2", "ERR-3")
 def test_explain_names_the_kernel_of_every_call():
     text = jg.explain(jg.ragged_dot, X, W, SIZES, bias=jax.ShapeDtypeStruct((3, 4), jnp.float32), arch="cpu")

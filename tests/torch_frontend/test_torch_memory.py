@@ -28,6 +28,7 @@ from torch_bridge import (
     _record,
     grouped_linear,
     grouped_mlp,
+    nn,
     quantize,
     scaling_state,
 )
@@ -109,6 +110,31 @@ def test_fake_tensors_are_not_asked_for_memory() -> None:
     with FakeTensorMode() as mode, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert EXCHANGE.describe((mode.from_tensor(torch.zeros(3)),)) is None
+
+
+@pytest.mark.rule("GRD-14", "BUF-2")
+@pytest.mark.parametrize("single", [False, True])
+def test_a_step_under_a_fake_mode(single: bool) -> None:
+    """Fake tensors have no addresses: neither an earlier real step nor buffers without memory get in their way."""
+
+    def step() -> None:
+        options: dict[str, Any] = {"single_grouped_weight": single, "accumulate_into_main_grad": True}
+        layer = nn.MoE(8, 4, 3, 2, shared_dim=4, shared_gate=True, jitter=0.1, aux_coeff=0.1, **options)
+        weights: list[Any] = [each for name, each in layer.named_parameters() if "linear" in name]
+        for weight in weights:
+            weight.main_grad = torch.zeros_like(weight)
+        y, aux = layer(torch.randn(5, 8))
+        (y.sum() + aux.aux_loss).backward()
+        assert layer.router.weight.grad is not None
+
+        x, w = torch.randn(5, 8, requires_grad=True), torch.randn(2, 4, 8, requires_grad=True)
+        buffers = {"out": torch.empty(5, 4), "grad_input": torch.empty(5, 8)}
+        grouped_linear(x, w, torch.tensor([2, 3]), wgrad_accum=torch.zeros(2, 4, 8), **buffers).sum().backward()
+
+    step()
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
 
 
 def test_addresses() -> None:
