@@ -131,6 +131,26 @@ class QuantizedWeight(Tensor):
 
     # ---- hooks of PyTorch --------------------------------------------------------------------------------------------
 
+    # NOTE: these methods of PyTorch go to the memory of a tensor without a dispatch, and crash where it has none.
+    def share_memory_(self) -> QuantizedWeight:
+        """Moves values and scales to shared memory."""
+        for part in named_parts(self.q).values():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether values and scales are in shared memory."""
+        return all(part.is_shared() for part in named_parts(self.q).values())
+
+    def apply_(self, function: Any) -> QuantizedWeight:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Quantises `function` of each dequantised element."""
+        self.store(self.dequantize().apply_(function))
+        return self
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """A copy of the dequantised values."""
+        return self.dequantize().__dlpack__(**options)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

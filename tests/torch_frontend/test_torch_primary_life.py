@@ -61,6 +61,26 @@ def test_copies_and_casts_keep_codes(recipe: Recipe, listed: bool) -> None:
         module.double()
 
 
+@pytest.mark.rule("QNT-1")
+@by_recipe
+@by_holding
+def test_methods_that_read_memory_see_values(recipe: Recipe, listed: bool) -> None:
+    """PyTorch does not dispatch these, and went to memory that such a weight does not have."""
+    module = layer(recipe, listed)
+    weight: Any = next(iter(module.parameters()))
+    before = weight.dequantize()
+    asserts.bitwise(torch.from_dlpack(weight.detach()), before)
+    assert not weight.is_shared()
+    assert weight.share_memory_() is weight
+    assert weight.is_shared()
+    asserts.bitwise(weight.dequantize(), before)
+    written = copy.deepcopy(module)
+    with torch.no_grad():
+        assert weight.apply_(lambda value: -value) is weight
+        next(iter(written.parameters())).copy_(-before)
+    same_codes(module, written)
+
+
 @pytest.mark.rule("QNT-2")
 @by_recipe
 @by_holding
