@@ -91,7 +91,8 @@ def router_option(
     if not 1 <= k <= min(experts, MAX_SLOTS):
         most = f"1 to {min(experts, MAX_SLOTS)}, at most one slot per expert and {MAX_SLOTS}"
         raise _wrong("k", k, most, "choose a smaller k")
-    scale, aux_coeff, z_coeff = numbers("topk_router", scale=scale, aux_coeff=aux_coeff, z_coeff=z_coeff)
+    factors = {"scale": scale, "aux_coeff": aux_coeff, "z_coeff": z_coeff, "jitter": jitter}
+    scale, aux_coeff, z_coeff, jitter = numbers("topk_router", **factors)
     if after_topk and score != "softmax":
         words = "its default, because the other scores are always normalised over the chosen experts"
         raise _wrong("after_topk", f"True with score {score!r}", words, "leave it out")
@@ -102,15 +103,15 @@ def router_option(
         raise _wrong("jitter", jitter, "0 to 1, without 1", "choose a small one, e.g. 0.01")
     if not 0 <= sinkhorn <= MAX_SINKHORN:
         raise _wrong("sinkhorn", sinkhorn, f"0 to {MAX_SINKHORN} iterations", "choose e.g. 8")
-    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+    factor = None if capacity_factor is None else numbers("topk_router", capacity_factor=capacity_factor)[0]
+    if factor is not None and factor <= 0:
         raise _wrong("capacity_factor", capacity_factor, "None or a finite number above 0", "1.25 is usual")
     if drop not in DROPS:
         raise _wrong("drop", repr(drop), f"one of {', '.join(DROPS)}", "choose one of them")
     limit = _group_limit(experts, k, num_groups, topk_groups, group_topk)
     normalize = score != "softmax" and k > 1 if normalize is None else bool(normalize)
     scores = Scores(score, bool(after_topk), normalize and not after_topk, scale)
-    factor = None if capacity_factor is None else float(capacity_factor)
-    return Router(k, scores, limit, float(jitter), sinkhorn, factor, drop, aux_coeff, z_coeff)
+    return Router(k, scores, limit, jitter, sinkhorn, factor, drop, aux_coeff, z_coeff)
 
 
 def _group_limit(

@@ -310,8 +310,13 @@ def test_numbers_that_are_no_integers(name, value):
 
 
 @pytest.mark.rule("ERR-1")
-@pytest.mark.parametrize("name", ["scale", "aux_coeff", "z_coeff"])
-@pytest.mark.parametrize("value", [None, "1", [1.0]])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("scale", "aux_coeff", "z_coeff", "jitter") for value in (None, "1", [1.0])),
+        *(("capacity_factor", value) for value in ("1", [1.0])),
+    ],
+)
 def test_factors_that_are_no_numbers(name, value):
     with asserts.refused(TypeError, [f"`{name}` of topk_router: {value!r}", "expected a number", "pass a float"]):
         router_option(E, K, **{name: value})

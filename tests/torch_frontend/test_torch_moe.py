@@ -472,6 +472,8 @@ def _permuted(x: Tensor, experts: Tensor) -> tuple[Tensor, Any]:
     [
         (lambda: nn.MoE(H, F, E, E + 1), ValueError, ["`k`", str(E + 1), f"1 to {E}", "smaller"]),
         (lambda: nn.MoE(H, F, E, K, score="tanh"), ValueError, ["`score`", "tanh", "softmax", "choose"]),
+        (lambda: nn.MoE(H, F, E, K, dtype="bf16"), TypeError, ["`dtype` of MoE", "bf16", "torch.bfloat16", "choose"]),
+        (lambda: nn.MoE(H, F, E, K, dtype=torch.int32), TypeError, ["`dtype` of MoE", "torch.int32", "choose"]),
         (lambda: nn.MoE(H, F, 0, K), ValueError, ["`num_experts` of MoE", "0", "1 or more", "size of that axis"]),
         (
             lambda: nn.MoE(H, F, E, K, shared_gate=True),

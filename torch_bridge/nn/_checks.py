@@ -11,7 +11,7 @@ from torch import Tensor
 from grouped_core.formats import WIDE
 from grouped_core.recipes import Recipe
 from torch_bridge import _autocast
-from torch_bridge._tensors import DTYPES
+from torch_bridge._tensors import DTYPES, TORCH_DTYPES
 
 
 def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
@@ -27,6 +27,17 @@ def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
         if found[-1] < 1:
             raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
     return tuple(found)
+
+
+def parameter_dtype(layer: str, dtype: Any) -> torch.dtype:
+    """The dtype of the parameters of a layer; None: the default. Raises TypeError for one without kernels."""
+    found = torch.get_default_dtype() if dtype is None else dtype
+    if DTYPES.get(found) not in WIDE:
+        raise TypeError(
+            f"`dtype` of {layer}: {found}, expected one of {', '.join(str(TORCH_DTYPES[w]) for w in WIDE)}; choose "
+            "one of them."
+        )
+    return found
 
 
 def check_recipe(name: str, recipe: Any) -> None:

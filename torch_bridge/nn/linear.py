@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from grouped_core import lora
-from grouped_core.formats import WIDE
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
@@ -25,10 +24,10 @@ from torch_bridge._checks import is_distributed
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import Owner
 from torch_bridge._memory import OwnedTable
-from torch_bridge._tensors import DTYPES, TORCH_DTYPES, home
+from torch_bridge._tensors import home
 from torch_bridge.nn import _lora, _primary
 from torch_bridge.nn._cache import WeightCache
-from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, positive
+from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, parameter_dtype, positive
 from torch_bridge.nn._scaling_state import ScaledModule, bound
 from torch_bridge.nn._state import adapt
 from torch_bridge.quantized_weight import QuantizedWeight
@@ -100,12 +99,7 @@ class GroupedLinear(ScaledModule):
             raise ValueError(
                 "`scale_bias` of GroupedLinear: True with `bias` False, expected a bias to scale; drop one of them."
             )
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        if DTYPES.get(dtype) not in WIDE:
-            raise TypeError(
-                f"`dtype` of GroupedLinear: {dtype}, expected one of {', '.join(str(TORCH_DTYPES[w]) for w in WIDE)}; "
-                "choose one of them."
-            )
+        dtype = parameter_dtype("GroupedLinear", dtype)
         check_recipe("GroupedLinear", recipe)
         held = _primary.options(quantized_weights, recipe, preserve_high_precision_init)
         self.lora = lora.layer_options("GroupedLinear", lora_rank, lora_alpha, lora_dropout)

@@ -20,7 +20,7 @@ from torch_bridge import main_grad
 from torch_bridge._expert_parallel import Layer, Transport, check_chunks, transport_option
 from torch_bridge._router import router_logits
 from torch_bridge.moe import moe
-from torch_bridge.nn._checks import cast_rows, compute_dtype, positive
+from torch_bridge.nn._checks import cast_rows, compute_dtype, parameter_dtype, positive
 from torch_bridge.nn.mlp import GroupedMLP
 from torch_bridge.route import MoEAux, topk_router
 from torch_bridge.routed import routed_mlp
@@ -205,7 +205,8 @@ class MoE(Module):
                 f"{chunks} without `process_group`, expected 'all_to_all', None, None and 1; pass the ranks over which "
                 "the experts are spread."
             )
-        place: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
+        dtype = parameter_dtype("MoE", options.get("dtype"))
+        place: dict[str, Any] = {"device": options.get("device"), "dtype": dtype}
         self.router = Router(hidden, num_experts, selection_bias=selection_bias, **place)
         options["single_grouped_weight"] = single_grouped_weight
         self.experts = RoutedMLP(own, hidden, mlp_dim, bias=bias, **options)
