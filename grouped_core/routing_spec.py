@@ -195,7 +195,17 @@ def check_floats(function: str, name: str, spec: ArraySpec | None) -> None:
         raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected one of {', '.join(WIDE)}; cast it.")
 
 
+def _slots(function: str, experts: ArraySpec) -> None:
+    if experts.shape[1] < 1:
+        raise ValueError(
+            f"`experts` of {function}: shape {tuple(experts.shape)}, expected [T, k] with k of 1 or more; pass -1 for "
+            "tokens without an expert."
+        )
+
+
 def _copied(function: str, name: str, spec: ArraySpec) -> None:
+    if spec.shape[1] < 1:
+        raise ValueError(f"`{name}` of {function}: shape {tuple(spec.shape)}, expected 1 or more columns; pass rows.")
     if spec.dtype not in ROWS:
         raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected one of {', '.join(ROWS)}; cast it.")
 
@@ -296,6 +306,7 @@ def check_permute(x: ArraySpec, experts: ArraySpec, num_groups: int, probs: Arra
     check_ranks(name, x=x, experts=experts, probs=probs)
     _copied(name, "x", x)
     _integers(name, "experts", experts)
+    _slots(name, experts)
     check_floats(name, "probs", probs)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise ValueError(
@@ -370,6 +381,7 @@ def check_routed_mlp(x: OperandSpec, experts: ArraySpec, weights: ArraySpec) -> 
     check_ranks(name, x=x, experts=experts, weights=weights)
     check_by_row(x)
     _integers(name, "experts", experts)
+    _slots(name, experts)
     check_floats(name, "weights", weights)
     if x.shape[0] != experts.shape[0]:
         raise ValueError(

@@ -53,9 +53,10 @@ def patch(*, recipe: Recipe | None = None, modules: Sequence[ModuleType] = ()) -
         The names that are replaced.
 
     Raises:
-        TypeError: `recipe` is not a `Recipe`, or is bound to arrays; `group_offset` or `out_sharding` is passed inside.
+        TypeError: `recipe` is not a `Recipe`, or is bound to arrays; inside, `group_offset` or `out_sharding` is
+            passed, or in forward mode (JAX raises it for every `custom_vjp`).
         ValueError: `recipe` needs a state; a module has no name of these functions.
-        NotImplementedError: inside, for other dimension numbers, `jax.vmap`, forward mode and second derivatives.
+        NotImplementedError: inside, for other dimension numbers, `jax.vmap` and second derivatives.
     """
     choice = choice_of(recipe)
     places = [_place(jax.lax, name, name) for name in FUNCTIONS]

@@ -363,6 +363,8 @@ def test_options_are_checked(transformers: Any) -> None:
         register(recipe="FP8Block")
     with refused(ValueError, ["`residuals`", "'none'", "save_fc1", "choose"]):
         register(residuals="none")
+    with refused(ValueError, ["`implementation`", "3", "a kernel's name", "`explain`"]):
+        register(implementation=3)
 
 
 def test_options_reach_the_operation(transformers: Any) -> None:

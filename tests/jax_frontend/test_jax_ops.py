@@ -352,6 +352,13 @@ def test_second_derivatives_are_refused():
         jax.grad(slope)(jnp.asarray(p.x))
 
 
+@pytest.mark.rule("ACC-10")
+def test_forward_mode_is_refused():
+    p = small("groups_2")
+    with asserts.refused(TypeError, ["forward-mode autodiff", "custom_vjp"]):
+        jax.jvp(lambda x: jg.ragged_dot(x, p.w, p.group_sizes), (jnp.asarray(p.x),), (jnp.asarray(p.x),))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # shard_map: eight shards of rows, one replicated weight.
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
+import jax_grouped
 from grouped_core import routing
 from grouped_core.routing_spec import router_option
 from jax_grouped import route
@@ -425,6 +426,19 @@ def test_rows_of_other_dtypes_are_refused() -> None:
         route.pad_groups(x, sizes, 4)
     with asserts.refused(TypeError, ("`rows` of unpad_groups", *fragments)):
         route.unpad_groups(x, route.pad_groups(jnp.zeros((2, 4)), sizes, 1)[2])
+
+
+@pytest.mark.rule("LYR-5", "ERR-1")
+def test_tokens_without_slots_and_rows_without_columns_are_refused() -> None:
+    x, none = jnp.zeros((2, 4)), jnp.zeros((2, 0), jnp.int32)
+    with asserts.refused(ValueError, ("`experts` of permute", "(2, 0)", "k of 1 or more", "pass -1")):
+        route.permute(x, none, 3)
+    with asserts.refused(ValueError, ("`experts` of routed_mlp", "(2, 0)", "k of 1 or more", "pass -1")):
+        jax_grouped.routed_mlp(x, none, jnp.zeros((2, 0)), jnp.zeros((3, 4, 2)), jnp.zeros((3, 1, 4)))
+    with asserts.refused(ValueError, ("`x` of permute", "(2, 0)", "1 or more columns", "pass rows")):
+        route.permute(x[:, :0], none, 3)
+    with asserts.refused(ValueError, ("`rows` of pad_groups", "(2, 0)", "1 or more columns", "pass rows")):
+        route.pad_groups(x[:, :0], jnp.array([2], jnp.int32), 4)
 
 
 @pytest.mark.rule("ERR-1", "ACC-10")

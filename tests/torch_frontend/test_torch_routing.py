@@ -477,6 +477,16 @@ def test_no_memory_of_the_gradient_is_shared_with_the_sums() -> None:
             ["`experts` of permute", "float32", "expected integers", "pass numbers"],
         ),
         (
+            lambda r: r.permute(torch.zeros(2, 4), torch.zeros(2, 0, dtype=torch.int64), 4),
+            ValueError,
+            ["`experts` of permute", "(2, 0)", "k of 1 or more", "pass -1"],
+        ),
+        (
+            lambda r: r.permute(torch.zeros(2, 0), torch.zeros(2, 1, dtype=torch.int64), 4),
+            ValueError,
+            ["`x` of permute", "(2, 0)", "1 or more columns", "pass rows"],
+        ),
+        (
             lambda r: r.permute(torch.zeros(2, 4).double(), torch.zeros(2, 1, dtype=torch.int64), 4),
             TypeError,
             ["`x` of permute", "float64", "one of float32", "cast it"],

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from grouped_core.activations import Activation
+from grouped_core.linear_spec import implementation_names
 from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.recipes import BoundRecipe, Recipe
 from torch_bridge.integrations._activations import facts_of, recognised
@@ -162,6 +163,7 @@ def register(
             recipe has delayed scaling and it has no state.
     """
     check_recipe("register", recipe)
+    implementation_names(implementation)
     options = _Options(recipe, residuals_option(residuals), implementation)
     moe = _host()
     known = inspect.signature(moe.use_experts_implementation).parameters.values()
