@@ -70,7 +70,7 @@ def address(tensor: Tensor) -> int:
 def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Host integers as a tensor on `device`, without a synchronisation or a copy from pageable memory."""
     if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device=device)  # not on the default device
     # NOTE: a foreach operation carries its scalars as kernel arguments, in chunks; a copy would read host memory.
     result = torch.zeros(len(values), dtype=dtype, device=device)
     if values:

@@ -50,5 +50,5 @@ def from_numpy(array: NDArray[Any]) -> Tensor:
     """The inverse of `to_numpy`; shares memory."""
     dtype = getattr(torch, array.dtype.name)
     if not array.size:
-        return torch.empty(array.shape, dtype=dtype)
+        return torch.empty(array.shape, dtype=dtype, device="cpu")
     return torch.from_numpy(array.reshape(-1).view(np.uint8)).view(dtype).reshape(array.shape)

@@ -26,11 +26,13 @@ from torch_bridge import (
     _args,
     _cache,
     _record,
+    device_sizes,
     grouped_linear,
     grouped_mlp,
     nn,
     quantize,
     scaling_state,
+    sizes,
 )
 from torch_bridge._memory import EXCHANGE, address_table, empty_on_cpu
 
@@ -135,6 +137,26 @@ def test_a_step_under_a_fake_mode(single: bool) -> None:
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("error")
         step()
+
+
+@pytest.mark.rule("GRP-2")
+@pytest.mark.parametrize("recipe", [None, recipes.FP8Delayed])
+def test_the_default_device_is_not_that_of_operands(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call makes is on the device of its operands. A tensor that is kept for later calls would spoil these."""
+    monkeypatch.setattr(sizes, "_kept", {})
+    x, listed = torch.randn(5, 8), [torch.randn(4, 8, requires_grad=True) for _ in range(2)]
+    layer = nn.MoE(8, 4, 3, 2, shared_dim=4, shared_gate=True, recipe=recipe, device="cpu")
+
+    def results() -> list[Tensor]:
+        found = grouped_linear(x, listed, [2, 3])
+        return [layer(x)[0], found, *torch.autograd.grad(found.sum(), listed), device_sizes([2, 3], "cpu")]
+
+    with torch.device("meta"):
+        inside = results()
+        nn.MoE(8, 4, 3, 2, recipe=recipe, device="cpu")
+    monkeypatch.setattr(sizes, "_kept", {})
+    for found, expected in zip(inside, results(), strict=True):
+        asserts.bitwise(found, expected)
 
 
 def test_addresses() -> None:

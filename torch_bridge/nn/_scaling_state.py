@@ -70,7 +70,7 @@ class ScaledModule(Module):
             state.scale.zero_()
             state.history.zero_()
             fp8_max = scaling.fp8_maxes(recipe, len(state.top) // len(scaling.ROLES))
-            state.top.copy_(torch.tensor(fp8_max, dtype=torch.float32))
+            state.top.copy_(torch.tensor(fp8_max, dtype=torch.float32, device="cpu"))
 
     def keep_groups(self, rank: int, ranks: int) -> None:
         """Keeps only the part of the state that belongs to the groups of one rank, an equal part of all."""
