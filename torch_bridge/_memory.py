@@ -87,7 +87,8 @@ class OwnedTable:
 
 def _new_table(addresses: bytes, device: int) -> Tensor:
     place = torch.device("cpu") if device < 0 else torch.device("cuda", device)
-    return device_integers(memoryview(addresses).cast("q").tolist(), torch.int64, place)
+    with torch.inference_mode(mode=False):  # a refresh outside of it may write the table
+        return device_integers(memoryview(addresses).cast("q").tolist(), torch.int64, place)
 
 
 _table = lru_cache(maxsize=1024)(lambda addresses, device, stream: _new_table(addresses, device))

@@ -161,16 +161,18 @@ def deliver(
     return results
 
 
-_dummies: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+_dummies: dict[tuple[type, torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def dummy(weight: Tensor, *, refill: bool = False) -> Tensor:
     """A zero gradient like the weight (or its local part): a new alias of a tensor that such weights share."""
     here = local(weight)
-    key = (here.shape, here.dtype, here.device)
+    key = (type(here), here.shape, here.dtype, here.device)
     kept = _dummies.get(key)
     if kept is None:
-        kept = _dummies[key] = torch.zeros(here.shape, dtype=here.dtype, device=here.device)
+        kept = torch.zeros(here.shape, dtype=here.dtype, device=here.device)
+        if type(kept) is Tensor:  # a fake one belongs to its mode
+            _dummies[key] = kept
     elif refill:
         kept.zero_()
     return kept.detach()

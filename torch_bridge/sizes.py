@@ -108,7 +108,8 @@ def every_row(x: Tensor) -> Tensor:
     key = (x.device, raw_stream(x.device.index) if on_gpu else 0)
     kept = _kept.get(key)
     if kept is None:
-        kept = device_integers([calls.MAX_ROWS], torch.int32, x.device)
+        with torch.inference_mode(mode=False):  # later calls save it for backward
+            kept = device_integers([calls.MAX_ROWS], torch.int32, x.device)
         if not (on_gpu and torch.cuda.is_current_stream_capturing()):  # otherwise it belongs to the graph
             _kept[key] = kept
     return kept
@@ -138,7 +139,8 @@ _words: dict[torch.device, Tensor] = {}
 def note_sizes(sizes: Tensor, rows: int) -> None:
     """Adds the status of int32 `sizes` to the debug word of their device."""
     status = size_status(sizes, rows)
-    word = _words.setdefault(sizes.device, torch.zeros_like(status))
+    with torch.inference_mode(mode=False):  # later calls write it
+        word = _words.setdefault(sizes.device, torch.zeros((), dtype=torch.int32, device=sizes.device))
     word |= status
 
 

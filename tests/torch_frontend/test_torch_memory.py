@@ -26,6 +26,7 @@ from torch_bridge import (
     _args,
     _cache,
     _record,
+    check_debug_word,
     device_sizes,
     grouped_linear,
     grouped_mlp,
@@ -124,19 +125,35 @@ def test_a_step_under_a_fake_mode(single: bool) -> None:
         layer = nn.MoE(8, 4, 3, 2, shared_dim=4, shared_gate=True, jitter=0.1, aux_coeff=0.1, **options)
         weights: list[Any] = [each for name, each in layer.named_parameters() if "linear" in name]
         for weight in weights:
-            weight.main_grad = torch.zeros_like(weight)
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
         y, aux = layer(torch.randn(5, 8))
         (y.sum() + aux.aux_loss).backward()
         assert layer.router.weight.grad is not None
+        assert all(type(each.grad) is type(torch.zeros(1)) for each in weights)
 
         x, w = torch.randn(5, 8, requires_grad=True), torch.randn(2, 4, 8, requires_grad=True)
         buffers = {"out": torch.empty(5, 4), "grad_input": torch.empty(5, 8)}
         grouped_linear(x, w, torch.tensor([2, 3]), wgrad_accum=torch.zeros(2, 4, 8), **buffers).sum().backward()
 
-    step()
-    with FakeTensorMode(), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    for _ in range(2):
         step()
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step()
+
+
+@pytest.mark.rule("GRP-13")
+def test_the_first_call_may_be_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it keeps is saved for backward, and written, by later calls."""
+    monkeypatch.setattr(sizes, "_kept", {})
+    monkeypatch.setattr(sizes, "_words", {})
+    monkeypatch.setenv("GROUPED_DEBUG", "sizes")
+    layer, x = nn.MoE(8, 4, 3, 2, shared_dim=4, shared_gate=True, recipe=recipes.FP8Delayed), torch.randn(5, 8)
+    with torch.inference_mode():
+        layer(x)
+    layer(x)[0].sum().backward()
+    assert all(each.grad is not None for each in layer.parameters())
+    check_debug_word()
 
 
 @pytest.mark.rule("GRP-2")
