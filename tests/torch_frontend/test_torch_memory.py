@@ -150,7 +150,9 @@ def test_the_first_call_may_be_in_inference_mode(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GROUPED_DEBUG", "sizes")
     layer, x = nn.MoE(8, 4, 3, 2, shared_dim=4, shared_gate=True, recipe=recipes.FP8Delayed), torch.randn(5, 8)
     with torch.inference_mode():
+        layer.set_weight_update(True)
         layer(x)
+    layer.set_weight_update(True)
     layer(x)[0].sum().backward()
     assert all(each.grad is not None for each in layer.parameters())
     check_debug_word()

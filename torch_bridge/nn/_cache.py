@@ -65,7 +65,8 @@ class WeightCache:
                 "each replay; call it before the replay."
             )
         if self._skip is None or self._skip.device != device:
-            self._skip = torch.zeros(1, dtype=torch.int32, device=device)
+            with torch.inference_mode(mode=False):  # later calls write it
+                self._skip = torch.zeros(1, dtype=torch.int32, device=device)
         self._skip.fill_(int(not flag))
         self.update = flag
 
