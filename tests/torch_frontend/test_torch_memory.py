@@ -27,11 +27,13 @@ from torch_bridge import (
     _cache,
     _record,
     check_debug_word,
+    dequantize,
     device_sizes,
     grouped_linear,
     grouped_mlp,
     nn,
     quantize,
+    route,
     scaling_state,
     sizes,
 )
@@ -140,6 +142,25 @@ def test_a_step_under_a_fake_mode(single: bool) -> None:
         with FakeTensorMode(), warnings.catch_warnings():
             warnings.simplefilter("error")
             step()
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.parametrize("call", ["grouped_linear", "moe", "permute", "quantize", "dequantize"])
+def test_tracing_of_torch_jit_is_refused_and_spoils_nothing(call: str) -> None:
+    """Sizes are tensors there, and a program that held them failed in every later call of the same shape."""
+    w, layer, experts = torch.randn(2, 3, 8), nn.MoE(8, 4, 3, 2), torch.zeros(7, 1, dtype=torch.int32)
+    x, q = torch.randn(7, 8), quantize(torch.randn(7, 8), "mxfp8")
+    run = {
+        "grouped_linear": lambda x: grouped_linear(x, w, torch.tensor([5, 2])),
+        "moe": lambda x: layer(x)[0],
+        "permute": lambda x: route.permute(x, experts, 2)[0],
+        "quantize": lambda x: quantize(x, "mxfp8").values,
+        "dequantize": lambda x: x + dequantize(q),
+    }[call]
+    with asserts.refused(NotImplementedError, [call, "torch.jit.trace", "expected eager", "torch.export"]):
+        torch.jit.trace(run, x, check_trace=False)
+    run(x)
 
 
 @pytest.mark.rule("GRP-13")
