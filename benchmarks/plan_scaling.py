@@ -1,6 +1,6 @@
 """What does expert parallelism cost on many GPUs? A model of one layer's step, for docs/scaling.md.
 
-    python benchmarks/plan_scaling.py            # the table, and beside it what was measured on two and on four GPUs
+    python benchmarks/plan_scaling.py            # the table, and beside it what was measured on two to eight GPUs
     python benchmarks/plan_scaling.py --model deepseek_v3 --tokens 8192 --nic 90
 
 A rank sends every other rank a part of a budget's rows, twice forward and twice backward. Ranks of one node reach each
@@ -127,9 +127,10 @@ def step(model: Model, machine: Machine, op: Exchange, codes: bool, once: bool =
     return Step(work / machine.products / 1e9, wire if op.ranks > 1 else 0.0, local, near, far, messages)
 
 
-TIMES = {  # ms of one rank and of all with all_to_all, by bench_parallel.py: on two H100, on four H200
+TIMES = {  # ms of one rank and of all with all_to_all, by bench_parallel.py: on two H100, on four and eight H200
     2: {"mixtral_8x7b": (30.0, 32.0), "deepseek_v3": (15.8, 21.0), "qwen3_30b_a3b": (4.42, 7.75)},
     4: {"mixtral_8x7b": (28.6, 31.9), "deepseek_v3": (15.1, 20.5), "qwen3_30b_a3b": (4.09, 7.96)},
+    8: {"mixtral_8x7b": (28.9, 33.3), "deepseek_v3": (15.3, 22.4), "qwen3_30b_a3b": (4.00, 8.55)},
 }
 TIMED = {"mixtral_8x7b": (8192, 4), "deepseek_v3": (4096, 16), "qwen3_30b_a3b": (8192, 64)}
 """Tokens and experts of a rank there."""
