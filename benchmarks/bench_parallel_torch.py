@@ -11,9 +11,9 @@ way of all parts, and GB/s are what a rank sends to others.
 
 `--local` times what a rank of eight does beside its experts: it chooses the order, gathers tokens, or quantises them
 and gathers codes and scales ("packing"), and adds up the rows that come back ("unpacking"). "GB/s" are the bytes that
-these steps must move, "share" is that rate over a copy's. In the row "local parts" ms are those of a step, in which
-tokens and gradients each go both ways, and the share is that of the layer's time, forward and backward. Recipes with
-one scale for many rows send no codes.
+these steps must move, the zeros of unused budget among them, "share" is that rate over a copy's. In the row "local
+parts" ms are those of a step, in which tokens and gradients each go both ways, and the share is that of the layer's
+time, forward and backward. Recipes with one scale for many rows send no codes.
 """
 
 from __future__ import annotations
@@ -266,9 +266,9 @@ def local(name: str, shape: Shape, device: str, factor: float, copied: float) ->
         if sent.values is not None:
             assert sent.scales is not None, "codes have scales"
             coded = (sent.values.nbytes + sent.scales.nbytes) / op.rows
-            moved = x.nbytes + shape.tokens * coded + 2 * rows * coded
+            moved = x.nbytes + shape.tokens * coded + (rows + op.rows) * coded
         else:
-            moved = 2 * rows * a_row
+            moved = (rows + op.rows) * a_row
         row |= {"rows": rows, "GB/s": moved / row["ms"] / 1e6, "share": moved / row["ms"] * 1e3 / copied}
     with torch.no_grad():
         sent = _exchange.send(op, x, chosen, probs)

@@ -123,11 +123,11 @@ def moe(
 
 
 def experts_held(wo: Any) -> int | None:
-    """The number of experts that weights in any form are of; None for what is no weight."""
+    """The number of experts that weights in any form are of; None for what is no weight of several experts."""
     wo = wo.q if isinstance(wo, StraightThrough) else wo
     if isinstance(wo, (list, tuple)):
         return len(wo)
-    return int(wo.shape[0]) if getattr(wo, "shape", ()) else None
+    return int(wo.shape[0]) if len(getattr(wo, "shape", ())) == 3 else None
 
 
 def key_of_shared(key: Tensor) -> Tensor:

@@ -150,9 +150,9 @@ def test_a_step_under_a_fake_mode(single: bool) -> None:
 def test_tracing_of_torch_jit_is_refused_and_spoils_nothing(call: str) -> None:
     """Sizes are tensors there, and a program that held them failed in every later call of the same shape."""
     w, layer, experts = torch.randn(2, 3, 8), nn.MoE(8, 4, 3, 2), torch.zeros(7, 1, dtype=torch.int32)
-    x, q = torch.randn(7, 8), quantize(torch.randn(7, 8), "mxfp8")
+    x, q, of_groups = torch.randn(7, 8), quantize(torch.randn(7, 8), "mxfp8"), torch.tensor([5, 2])
     run = {
-        "grouped_linear": lambda x: grouped_linear(x, w, torch.tensor([5, 2])),
+        "grouped_linear": lambda x: grouped_linear(x, w, of_groups),
         "moe": lambda x: layer(x)[0],
         "permute": lambda x: route.permute(x, experts, 2)[0],
         "quantize": lambda x: quantize(x, "mxfp8").values,
