@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 import torch_bridge
-from benchmarks import harness
+from benchmarks import coded, harness
 from benchmarks.bench_moe import LAYERS, SMALL, Layer
-from grouped_core import _native, calls, plans
+from grouped_core import calls
 from grouped_core.calls import ArraySpec
 from grouped_core.recipes import BF16
 
@@ -93,21 +93,11 @@ def product_thunk(name: str, work: Work, width: tuple[int, int], rank: int, kern
     sizes = ArraySpec((groups,), "int32")
     given: dict[str, Any] = {"recipe": BF16, "implementation": kernel}
     call = calls.grouped_matmul(of_lhs, of_rhs, PRODUCTS[name], sizes, "bfloat16", **given)
-    plan = plans.attempt(call, _native.device_arch(0))
-    assert plan.kernel, plan.refusals
     (made,) = call.outputs
     assert made is not None
-    shapes = (lhs, rhs, made.shape)
-    left, right, result = (torch.randn(*each, device="cuda", dtype=torch.bfloat16) for each in shapes)
-    space = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
-    operands = call.arrange(lhs=left, rhs=right, group_sizes=work.sizes)
-    addresses = [*(0 if each is None else each.data_ptr() for each in (*operands, result)), space.data_ptr()]
-
-    def run(_: int) -> Any:
-        plan.launch(addresses, torch.cuda.current_stream().cuda_stream)
-        return left, right, result, space  # keeps the operands alive
-
-    return run, float(sum(each.nbytes for each in (left, right, result)))
+    left, right = (torch.randn(*each, device="cuda", dtype=torch.bfloat16) for each in (lhs, rhs))
+    run, _ = coded.launched(call, [{"lhs": left, "rhs": right, "group_sizes": work.sizes}])
+    return run, float(sum(coded.bytes_of(each) for each in (of_lhs, of_rhs, made)))
 
 
 def show_products(work: Work, layer: Layer, rank: int, kernels: list[str], budget: float) -> None:

@@ -70,15 +70,20 @@ def thunk(
     axes = {"forward": (1, 2), "dgrad": (1, 1), "wgrad": (0, 0)}[product]
     size_spec = ArraySpec((case.groups,), "int32")
     call = calls.grouped_matmul(lhs, rhs, axes, size_spec, result, recipe=BF16, implementation=kernel)
+    return launched(
+        call, [{**arrays_of("lhs", lhs), **arrays_of("rhs", rhs), "group_sizes": sizes} for _ in range(sets)]
+    )
+
+
+def launched(call: calls.Call, operands: list[dict[str, torch.Tensor]]) -> tuple[harness.Thunk, str]:
+    """Returns (a thunk that launches the call on one of several sets of operands, by slot; the name of the kernel)."""
     plan = plans.attempt(call, _native.device_arch(0))
     assert plan.kernel, plan.refusals
     (output,) = call.outputs
     assert output is not None
     target = torch.empty(output.shape, dtype=_DTYPES[output.dtype], device="cuda")
     space = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
-    held: list[tuple[Any, ...]] = [
-        call.arrange(**arrays_of("lhs", lhs), **arrays_of("rhs", rhs), group_sizes=sizes) for _ in range(sets)
-    ]
+    held: list[tuple[Any, ...]] = [call.arrange(**each) for each in operands]
     addresses = [
         [*(0 if a is None else a.data_ptr() for a in arrays), target.data_ptr(), space.data_ptr()] for arrays in held
     ]

@@ -113,17 +113,21 @@ def distributed_like(parameter: Any, part: Tensor) -> Tensor:
     )
 
 
-def _refuse_tracing(name: str) -> None:
-    """Refuses `torch.jit.trace`, under which sizes are tensors: programs kept for later calls would hold them."""
-    if torch._C._get_tracing_state() is not None:
-        raise NotImplementedError(
-            f"{name} under torch.jit.trace: expected eager execution, torch.compile or torch.export; use one of these."
-        )
+_tracing = torch._C._get_tracing_state
+"""The trace that `torch.jit.trace` makes; None without one."""
+
+
+def _traced(name: str) -> Exception:
+    """The refusal of `torch.jit.trace`, where sizes are tensors: programs kept for later calls would hold them."""
+    return NotImplementedError(
+        f"{name} under torch.jit.trace: expected eager execution, torch.compile or torch.export; use one of these."
+    )
 
 
 def refuse_transforms(name: str, *operands: Any) -> None:
     """Refuses functorch transforms, forward mode and `torch.jit.trace`; `name` of the operation is for the message."""
-    _refuse_tracing(name)
+    if _tracing() is not None:
+        raise _traced(name)
     if torch._C._are_functorch_transforms_active() and not is_compiling():
         raise NotImplementedError(
             f"{name} under torch.func.vmap, grad or jvp: expected plain tensors; fold a mapped axis into rows "
@@ -142,7 +146,8 @@ def refuse_transforms(name: str, *operands: Any) -> None:
 
 def refuse_vmap(name: str) -> None:
     """Refuses `torch.func.vmap` and `torch.jit.trace`, for operations without a derivative; `name` is for messages."""
-    _refuse_tracing(name)
+    if _tracing() is not None:
+        raise _traced(name)
     if torch._C._are_functorch_transforms_active():
         stack = _functorch.get_interpreter_stack() or []
         if any(each.key() == _functorch.TransformType.Vmap for each in stack):

@@ -141,6 +141,10 @@ def topk_router(
     return weights, chosen, MoEAux(load, aux_loss, z_loss, dropped, overflow, entropy)
 
 
+_COUNTS = frozenset((int, type(None)))
+"""Types of options that count something, once they are checked."""
+
+
 def _topk_router(
     logits: Tensor,
     k: int,
@@ -153,9 +157,10 @@ def _topk_router(
     group: str | None,
 ) -> tuple[Tensor, ...]:
     refuse_transforms("topk_router", logits, bias)
-    counts = {"num_groups": options[4], "topk_groups": options[5], "group_topk": options[6], "sinkhorn": options[8]}
-    k, *limit, sinkhorn = routing_spec.integers("topk_router", k=k, **counts)
-    options = (*options[:4], *limit, options[7], sinkhorn, *options[9:])
+    if not _COUNTS.issuperset(map(type, (k, *options[4:7], options[8]))):  # caches take 2.0 for 2
+        counts = {"num_groups": options[4], "topk_groups": options[5], "group_topk": options[6], "sinkhorn": options[8]}
+        k, *limit, sinkhorn = routing_spec.integers("topk_router", k=k, **counts)
+        options = (*options[:4], *limit, options[7], sinkhorn, *options[9:])
     tensors = {
         "logits": logits,
         "bias": bias,
