@@ -522,11 +522,7 @@ std::string refuses(const GroupedMatmul& call, const Target&) {
     return "takes two operands of float32, bfloat16 or float16, or two of float8, got " + describe(call.lhs) + " and " +
            describe(call.rhs);
   }
-  if (call.segment || call.scales.lhs_block || call.scales.rhs_block) return "takes no scales but those of groups";
-  if (!is_wide(call.result.dtype)) return "gives float32, bfloat16 or float16, not " + describe(call.result);
-  if (call.bias.present() && !is_wide(call.bias.dtype)) {
-    return "takes a bias of float32, bfloat16 or float16, got " + describe(call.bias);
-  }
+  if (std::string reason = device::refuses_ends(call); !reason.empty()) return reason;
   if (call.rhs_up.present() && call.rhs.dims[call.rhs_axis] % kDepth != 0) {
     return "contracts a weight in two arrays if both are a multiple of 32 deep; rhs is " + describe(call.rhs);
   }

@@ -284,11 +284,7 @@ std::string refuses(const GroupedMatmul& call, const Target&) {
     return "takes two operands of bfloat16, or two of float16, got " + describe(call.lhs) + " and " +
            describe(call.rhs);
   }
-  if (call.segment || call.scales.lhs_block || call.scales.rhs_block) return "takes no scales but those of groups";
-  if (!is_wide(call.result.dtype)) return "gives float32, bfloat16 or float16, not " + describe(call.result);
-  if (call.bias.present() && !is_wide(call.bias.dtype)) {
-    return "takes a bias of float32, bfloat16 or float16, got " + describe(call.bias);
-  }
+  if (std::string reason = device::refuses_ends(call); !reason.empty()) return reason;
   if (call.rhs_up.present()) return "takes a weight in one array";
   const int64_t left = columns_of(call.lhs, call.lhs_half).count;  // K of products over rows
   const int64_t right =

@@ -1,4 +1,4 @@
-// Sums over the lanes of a warp, the threads of a block, and over groups of rows by one block.
+// Prefix sums over the lanes of a warp and over the threads of a block.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,38 +35,6 @@ __device__ inline int64_t exclusive_sum(int64_t value, int64_t* warps, int64_t* 
   const int64_t before = warps[warp] + sum - value;
   *total = warps[32];
   __syncthreads();  // the scratch is free again
-  return before;
-}
-
-// What lies before a group, or in all: rows as the sizes say, and kCounts numbers of parts of the groups' rows.
-template <int kCounts>
-struct GroupTotals {
-  int64_t rows = 0, parts[kCounts > 0 ? kCounts : 1] = {};
-};
-
-// One block of kThreads, group by group: use(g, first, end, before) with the rows of a group, none past row `limit`,
-// and what lies before it; count(rows, parts) sets how many parts a group's rows have. Gives the totals. Sums are 64
-// bits wide: 65535 sizes of 31 bits cannot overflow, so clamping after the sum is enough (GRP-4).
-template <int kThreads, int kCounts, class Size, class Count, class Use>
-__device__ inline GroupTotals<kCounts> scan_in_block(int groups, int64_t limit, Size size_of, Count count, Use use) {
-  __shared__ int64_t warps[33];
-  GroupTotals<kCounts> before;
-  for (int first = 0; first < groups; first += kThreads) {
-    const int g = first + threadIdx.x;
-    const int64_t size = g < groups ? max(size_of(g), int64_t{0}) : 0;
-    GroupTotals<kCounts> mine, own;
-    int64_t total;
-    mine.rows = before.rows + exclusive_sum<kThreads / 32>(size, warps, &total);
-    before.rows += total;
-    const int64_t start = min(mine.rows, limit), end = min(mine.rows + size, limit);
-    count(end - start, own.parts);
-#pragma unroll
-    for (int i = 0; i < kCounts; ++i) {
-      mine.parts[i] = before.parts[i] + exclusive_sum<kThreads / 32>(own.parts[i], warps, &total);
-      before.parts[i] += total;
-    }
-    if (g < groups) use(g, start, end, mine);
-  }
   return before;
 }
 

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "cc/api/check.h"
-#include "cc/device/common/block_sum.cuh"
+#include "cc/device/common/group_walk.cuh"
 #include "cc/device/common/launch.h"
 
 namespace grouped {
@@ -45,19 +45,18 @@ namespace device {
 static __global__ void __launch_bounds__(kScanThreads)
     scan_groups(const int32_t* sizes, int64_t rows, int tile_rows, bool tail_tiles, GroupScan scan) {
   const auto tiles_of = [&](int64_t count) { return (count + tile_rows - 1) / tile_rows; };
-  const GroupTotals<1> all = scan_in_block<kScanThreads, 1>(
-      scan.count, rows, [&](int g) { return int64_t{sizes[g]}; },
-      [&](int64_t count, int64_t (&parts)[1]) { parts[0] = tiles_of(count); },
-      [&](int g, int64_t start, int64_t, const GroupTotals<1>& before) {
-        scan.offsets[g] = start;
-        scan.tiles[g] = before.parts[0];
+  __shared__ int64_t scratch[33];
+  const GroupTotals<> all = walk_groups<kScanThreads>(
+      scan.count, rows, scratch, [&](int g) { return sizes[g]; }, tiles_of,
+      [&](int g, int64_t first, int64_t, int64_t tiles) {
+        scan.offsets[g] = first;
+        scan.tiles[g] = tiles;
       });
   if (threadIdx.x == 0) {
-    const int64_t end = min(all.rows, rows), tiles = all.parts[0];
     *scan.drawn = 0;
-    scan.offsets[scan.count] = end;
-    scan.tiles[scan.count] = tiles;
-    scan.tiles[scan.count + 1] = tiles + (tail_tiles ? tiles_of(rows - end) : 0);
+    scan.offsets[scan.count] = all.rows;
+    scan.tiles[scan.count] = all.parts;
+    scan.tiles[scan.count + 1] = all.parts + (tail_tiles ? tiles_of(rows - all.rows) : 0);
   }
 }
 

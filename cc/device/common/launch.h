@@ -49,7 +49,7 @@ void prefer_shared_memory(int bytes) {
 }
 
 // Launches a kernel that may start while the one in front of it on the stream still runs, and waits for it itself
-// (ptx::wait_for_grid_before).
+// (wait_for_launch_before).
 template <class... Params, class... Arguments>
 void launch_early(void (*kernel)(Params...), unsigned blocks, unsigned threads, int shared_bytes, cudaStream_t stream,
                   const Arguments&... arguments) {

@@ -177,6 +177,16 @@ __device__ void write_zeros(const Finish& f, int threads) {
 
 // ---- the host's side ----
 
+// What becomes of a portable kernel's sums: scales of groups, a bias, one rounding.
+inline std::string refuses_ends(const GroupedMatmul& call) {
+  if (call.segment || call.scales.lhs_block || call.scales.rhs_block) return "takes no scales but those of groups";
+  if (!is_wide(call.result.dtype)) return "gives float32, bfloat16 or float16, not " + describe(call.result);
+  if (call.bias.present() && !is_wide(call.bias.dtype)) {
+    return "takes a bias of float32, bfloat16 or float16, got " + describe(call.bias);
+  }
+  return "";
+}
+
 inline int64_t tiles_of(int64_t extent, int64_t tile) { return (extent + tile - 1) / tile; }
 
 // The call, for tiles of `tile_rows` x `tile_cols` of its result.

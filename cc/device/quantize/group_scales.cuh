@@ -112,35 +112,40 @@ struct FineLaunch : StoreLaunch, FineChoices {};
 // How the host launches it.
 struct LaunchOptions {
   cudaStream_t stream;
-  bool early;    // one that stores may begin before the one that measures has ended
+  bool early;    // it may begin before the launch in front of it has ended
   bool cleared;  // counters of drawn tiles are zero already
 };
 
 namespace device {
 
+// Where groups lie, by one block, into lists as StoreScan has them; kSegments: also where rows are not padded.
+// `scratch` has 33 entries.
+template <int kThreads, int kEach, int kTileRows, bool kSegments, class Lists, class Size>
+__device__ inline void list_groups(const Lists& to, int count, int64_t limit, int64_t padded, int segment,
+                                   int64_t* scratch, Size size_of) {
+  using Index = std::remove_reference_t<decltype(*to.offsets)>;
+  const auto put = [&](int g, int64_t row, int64_t parts) {
+    to.offsets[g] = static_cast<Index>(row);
+    to.tiles[g] = static_cast<Index>(first_count(parts));
+    if (kSegments || segment) to.segments[g] = static_cast<Index>(int64_t{second_count(parts)} * segment);
+  };
+  const GroupTotals<> all = walk_groups<kThreads, kEach>(
+      count, limit, scratch, size_of,
+      [&](int64_t rows) { return two_counts(divide_up(rows, kTileRows), segment ? divide_up(rows, segment) : 0); },
+      [&](int g, int64_t first, int64_t, int64_t parts) { put(g, first, parts); });
+  if (threadIdx.x != 0) return;
+  put(count, all.rows, all.parts);
+  const int64_t rest = max(limit - all.rows, padded ? padded - int64_t{second_count(all.parts)} * segment : 0);
+  to.tiles[count + 1] = static_cast<Index>(first_count(all.parts) + divide_up(rest, kTileRows));
+}
+
 // One block. `sizes` null: `count` groups of `rows` rows each. `padded`: rows of the padded form, or 0.
 static __global__ void __launch_bounds__(kScanThreads)
     scan_store(const int32_t* sizes, int64_t rows, int64_t padded, int segment, StoreScan scan) {
-  const int64_t limit = sizes ? rows : rows * scan.count;
-  const GroupTotals<2> all = scan_in_block<kScanThreads, 2>(
-      scan.count, limit, [&](int g) { return sizes ? int64_t{sizes[g]} : rows; },
-      [&](int64_t count, int64_t (&parts)[2]) {
-        parts[0] = divide_up(count, kStoreRows);
-        parts[1] = segment ? divide_up(count, segment) * segment : 0;
-      },
-      [&](int g, int64_t start, int64_t, const GroupTotals<2>& before) {
-        scan.offsets[g] = start;
-        scan.tiles[g] = before.parts[0];
-        scan.segments[g] = before.parts[1];
-        scan.amax[g] = scan.rotated[g] = 0;
-      });
-  if (threadIdx.x == 0) {
-    const int64_t end = min(all.rows, limit), rest = max(limit - end, padded ? padded - all.parts[1] : 0);
-    scan.offsets[scan.count] = end;
-    scan.segments[scan.count] = all.parts[1];
-    scan.tiles[scan.count] = all.parts[0];
-    scan.tiles[scan.count + 1] = all.parts[0] + divide_up(rest, kStoreRows);
-  }
+  __shared__ int64_t scratch[33];
+  for (int g = threadIdx.x; g < scan.count; g += kScanThreads) scan.amax[g] = scan.rotated[g] = 0;
+  list_groups<kScanThreads, 1, kStoreRows, true>(scan, scan.count, sizes ? rows : rows * scan.count, padded, segment,
+                                                 scratch, [&](int g) { return sizes ? int64_t{sizes[g]} : rows; });
 }
 
 // Tile `item` of [row tiles] x [column tiles], the column running fastest; false past the last one. By a whole warp.

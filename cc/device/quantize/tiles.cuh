@@ -9,6 +9,7 @@
 #include <string>
 #include <type_traits>
 
+#include "cc/device/common/clear_words.cuh"
 #include "cc/device/common/copy_async.cuh"
 #include "cc/device/quantize/group_scales.cuh"
 
@@ -40,52 +41,12 @@ struct GroupTable {
         segments(tiles + p.scan.count + kMore) {}
 };
 
-// Rows [M] of ragged groups, tiles of kTileRows; `sums` is scratch of 34 entries.
+// Rows [M] of ragged groups, tiles of kTileRows; `scratch` has 33 entries.
 template <int kTileRows>
-__device__ inline void scan_sizes(const StoreProblem& p, const GroupTable& t, int64_t* sums) {
+__device__ inline void scan_sizes(const StoreProblem& p, const GroupTable& t, int64_t* scratch) {
   constexpr int kEach = 4;
-  const int count = p.scan.count;
-  int64_t rows_before = 0, parts_before = 0;
-  for (int base = 0; base < count; base += kEach * kStoreThreads) {
-    const int first = base + threadIdx.x * kEach;
-    int64_t sizes[kEach], sum = 0, total;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      sizes[i] = first + i < count ? max(p.sizes[first + i], 0) : 0;
-      sum += sizes[i];
-    }
-    int64_t before = rows_before + exclusive_sum<kStoreWarps>(sum, sums, &total);
-    rows_before += total;
-    // Tiles in the low half, segments in the high one.
-    int64_t parts[kEach];
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int64_t start = min(before, p.rows), rows = min(before + sizes[i], p.rows) - start;
-      if (first + i < count) t.offsets[first + i] = static_cast<int32_t>(start);
-      before += sizes[i];
-      parts[i] = divide_up(rows, kTileRows) | (p.segment ? divide_up(rows, p.segment) : 0) << 32;
-      sum += parts[i];
-    }
-    int64_t at = parts_before + exclusive_sum<kStoreWarps>(sum, sums, &total);
-    parts_before += total;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (first + i < count) {
-        t.tiles[first + i] = static_cast<int32_t>(at);
-        if (p.segment) t.segments[first + i] = static_cast<int32_t>((at >> 32) * p.segment);
-      }
-      at += parts[i];
-    }
-  }
-  if (threadIdx.x == 0) {
-    const int64_t end = min(rows_before, p.rows), padded = (parts_before >> 32) * p.segment;
-    const int64_t rest = max(p.rows - end, p.padded_rows ? p.padded_rows - padded : 0);
-    t.offsets[count] = static_cast<int32_t>(end);
-    if (p.segment) t.segments[count] = static_cast<int32_t>(padded);
-    t.tiles[count] = static_cast<int32_t>(parts_before);
-    t.tiles[count + 1] = static_cast<int32_t>(parts_before) + static_cast<int32_t>(divide_up(rest, kTileRows));
-  }
+  list_groups<kStoreThreads, kEach, kTileRows, false>(t, p.scan.count, p.rows, p.padded_rows, p.segment, scratch,
+                                                      [&](int g) { return p.sizes[g]; });
   __syncthreads();
 }
 
@@ -437,33 +398,34 @@ void launch_storing(void (*kernel)(Params...), unsigned grid, int bytes, const L
 // Before a launch of `grid` blocks for `tiles` tiles: clears its counter, where any block draws.
 inline void ready_to_draw(StoreLaunch* p, int64_t tiles, unsigned grid, const LaunchOptions& how) {
   if (tiles <= 2 * int64_t{grid}) p->drawn = nullptr;
-  if (p->drawn && !how.cleared) GROUPED_CUDA_CHECK(cudaMemsetAsync(p->drawn, 0, sizeof(*p->drawn), how.stream));
+  if (p->drawn && !how.cleared) clear_words(p->drawn, 1, how.stream, how.early);
 }
 
 // As launch_store, but the scan, and the scales of groups, are the kernels' own. Where scales do not want the amaxes of
 // all groups first, those that the caller wants are raised on the way. Under delayed scaling the launch that measures
-// is over at once where all groups have started; the memory that it wants zero is cleared together with the counters,
-// and on Hopper the launch that stores begins meanwhile.
+// is over at once where all groups have started; the memory that it wants zero is cleared together with the counters.
+// On Hopper launches overlap: each begins before the one in front has ended, and waits for it.
 template <class Launch, class Measure, class Store>
 void launch_tiles(const Quantize& call, const Context& context, Measure measure, Store store) {
-  LaunchOptions how = {static_cast<cudaStream_t>(context.stream), false, false};
+  const bool early = context.target.sm >= 90;
+  LaunchOptions how = {static_cast<cudaStream_t>(context.stream), early, false};
   Launch p = launch_of<Launch>(call, context);
   const bool ahead = finds_group_scales(call);
   const bool all = ahead && !p.encode;
   const bool on_the_way = !all && call.amax.present();
-  const auto clear = [&](uint32_t* from, size_t words) {
-    GROUPED_CUDA_CHECK(cudaMemsetAsync(from, 0, sizeof(uint32_t) * words, how.stream));
-  };
   // `amax` follows `drawn`, and `rotated` follows `amax`.
-  if (ahead) clear(p.scan.drawn, 2 + 2 * static_cast<size_t>(p.scan.count));
+  if (ahead) clear_words(p.scan.drawn, 2 + 2 * static_cast<size_t>(p.scan.count), how.stream, early);
   how.cleared = ahead;
   uint32_t* const wanted = on_the_way ? call.amax.as<uint32_t>() : nullptr;  // the bits of magnitudes
-  if (on_the_way && !call.into_amax.present()) clear(wanted, static_cast<size_t>(p.scan.count));
+  if (on_the_way && !call.into_amax.present()) {
+    clear_words(wanted, static_cast<size_t>(p.scan.count), how.stream, early);
+  }
   p.drawn = p.scan.drawn;
   p.raised = p.scan.amax;
   p.starting = ahead && !all;
   if (ahead) measure(p, how);
-  how.early = p.starting && context.target.sm >= 90;  // nothing stands between the two launches
+  // It reads ahead, but for blocks: behind a launch that has waited. One that measures all groups keeps the chip.
+  how.early = early && (p.starting || call.block != 0);
   p.starting = false;
   p.measure = on_the_way;
   if (on_the_way) p.raised = wanted;

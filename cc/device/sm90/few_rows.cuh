@@ -7,7 +7,8 @@
 #include <cstdint>
 
 #include "cc/api/tensor.h"
-#include "cc/device/common/block_sum.cuh"
+#include "cc/device/common/early_launch.cuh"
+#include "cc/device/common/group_walk.cuh"
 #include "cc/device/sm90/layout_codes.cuh"
 #include "cc/device/sm90/ptx.cuh"
 
@@ -44,43 +45,17 @@ struct FewRowsParams {
 constexpr int kArrangeThreads = 128;  // pieces of 8 k of one block and slab
 constexpr int kArrangeSlabs = 32;     // slabs of blocks that one block of the grid moves at most
 
-struct Span {
-  int first, end;  // rows
-};
-
-// Calls start(blocks of all groups), and then use(g, span, first block, first tile) for every group and once more with
-// the totals, by one warp: a lane has neighbouring groups, so that loads do not wait for sums. Tiles have at most
+// A warp's walk over groups: use(g, first row, end, blocks and tiles before it). Gives the totals. Tiles have at most
 // kTileBlocks blocks.
-template <int kTileBlocks, class Start, class Use>
-__device__ void for_groups(const FewRowsParams& p, Start start, Use use) {
-  const int lane = threadIdx.x % 32, each = (p.groups + 31) / 32;
-  const int first = min(lane * each, p.groups), end = min(first + each, p.groups);
-  const auto size_of = [&](int g) -> int64_t { return max(p.sizes[g], 0); };
-  const auto span_of = [&](int g, int64_t row) {
-    return Span{int(min(row, p.rows)), int(min(row + size_of(g), p.rows))};
+template <int kTileBlocks, class Use>
+__device__ device::GroupTotals<> walk_blocks(const FewRowsParams& p, Use use) {
+  const auto parts_of = [](int64_t rows) {
+    const int blocks = (static_cast<int>(rows) + kBlockRows - 1) / kBlockRows;
+    return device::two_counts(blocks, (blocks + kTileBlocks - 1) / kTileBlocks);
   };
-  const auto blocks_of = [](Span span) { return (span.end - span.first + kBlockRows - 1) / kBlockRows; };
-  const auto tiles_of = [](int blocks) { return (blocks + kTileBlocks - 1) / kTileBlocks; };
-  int64_t rows = 0;
-#pragma unroll 4
-  for (int g = first; g < end; ++g) rows += size_of(g);
-  const int64_t rows_end = device::warp_prefix_sum(rows);
-  int blocks = 0, tiles = 0;
-  int64_t row = rows_end - rows;
-  for (int g = first; g < end; row += size_of(g), ++g) {
-    const int mine = blocks_of(span_of(g, row));
-    blocks += mine, tiles += tiles_of(mine);
-  }
-  const int64_t both_end = device::warp_prefix_sum(int64_t{blocks} << 32 | tiles);
-  const int blocks_end = static_cast<int>(both_end >> 32), tiles_end = static_cast<int>(both_end);
-  start(__shfl_sync(~0u, blocks_end, 31));
-  row = rows_end - rows, blocks = blocks_end - blocks, tiles = tiles_end - tiles;
-  for (int g = first; g < end; row += size_of(g), ++g) {
-    const Span span = span_of(g, row);
-    use(g, span, blocks, tiles);
-    blocks += blocks_of(span), tiles += tiles_of(blocks_of(span));
-  }
-  if (lane == 31) use(p.groups, Span{int(min(rows_end, p.rows)), 0}, blocks_end, tiles_end);
+  constexpr int kEach = 4;
+  const auto size_of = [&](int g) { return int64_t{p.sizes[g]}; };
+  return device::walk_groups<32, kEach>(p.groups, p.rows, nullptr, size_of, parts_of, use);
 }
 
 // 8 neighbours as the four pairs of their codes.
@@ -100,33 +75,33 @@ __device__ uint4 in_pairs(uint4 x) {
 // moves the 8 k of a row from 32 q + 8 part on, which lane q of a quad multiplies.
 template <bool kNibbles>
 __global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid_constant__ FewRowsParams p) {
-  ptx::let_next_grid_start();
-  __shared__ Span found[kArrangeSlabs + 1];  // the rows from a block's first one on to the group's end
+  device::let_next_launch_begin();
+  struct Rows {
+    int first, end;
+  };
+  __shared__ Rows found[kArrangeSlabs + 1];  // from a block's first one on to the group's end
   __shared__ int run[2];                     // the first slab, how many
   const int slabs = p.slabs;
   if (threadIdx.x < 32) {
-    int first = 0, behind = 0;  // blocks
-    const auto start = [&](int blocks) {
-      const int all = blocks * slabs, each = (all + gridDim.x - 1) / gridDim.x;
-      const int begin = min(static_cast<int>(blockIdx.x) * each, all), end = min(begin + each, all);
-      first = begin / slabs, behind = (end + slabs - 1) / slabs;
-      if (threadIdx.x == 0) run[0] = begin, run[1] = end - begin;
-    };
-    const auto use = [&](int g, Span span, int first_block, int) {
-      if (g == p.groups) return;
+    const int blocks = device::first_count(walk_blocks<1>(p, [](int, int64_t, int64_t, int64_t) {}).parts);
+    const int all = blocks * slabs, each = (all + gridDim.x - 1) / gridDim.x;
+    const int begin = min(static_cast<int>(blockIdx.x) * each, all), end = min(begin + each, all);
+    const int first = begin / slabs, behind = (end + slabs - 1) / slabs;
+    if (threadIdx.x == 0) run[0] = begin, run[1] = end - begin;
+    walk_blocks<1>(p, [&](int, int64_t first_row, int64_t end_row, int64_t before) {
+      const int first_block = device::first_count(before);
       for (int block = max(first, first_block); block < behind; ++block) {
-        const int row = span.first + (block - first_block) * kBlockRows;
-        if (row >= span.end) break;
-        found[block - first] = Span{row, span.end};
+        const int row = static_cast<int>(first_row) + (block - first_block) * kBlockRows;
+        if (row >= end_row) break;
+        found[block - first] = Rows{row, static_cast<int>(end_row)};
       }
-    };
-    for_groups<1>(p, start, use);
+    });
   }
   __syncthreads();
   const int first = run[0] / slabs, count = run[1];
   const int part = threadIdx.x / 32, row = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   struct Walk {
-    const Span* block;
+    const Rows* block;
     int slab;
   };
   const Walk start = {found, run[0] - first * slabs};
@@ -174,12 +149,14 @@ __global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid
 // First row, first block, first row tile of each group, and the totals behind the last, by one warp.
 template <int kTileBlocks>
 __device__ void make_tables(const FewRowsParams& p, int32_t* tables) {
-  const auto use = [&](int g, Span span, int first_block, int first_tile) {
-    tables[g] = span.first;
-    tables[kTableEntries + g] = first_block;
-    tables[2 * kTableEntries + g] = first_tile;
+  const auto put = [&](int g, int64_t row, int64_t before) {
+    tables[g] = static_cast<int32_t>(row);
+    tables[kTableEntries + g] = device::first_count(before);
+    tables[2 * kTableEntries + g] = device::second_count(before);
   };
-  for_groups<kTileBlocks>(p, [](int) {}, use);
+  const auto use = [&](int g, int64_t first, int64_t, int64_t before) { put(g, first, before); };
+  const device::GroupTotals<> all = walk_blocks<kTileBlocks>(p, use);
+  if (threadIdx.x % 32 == 0) put(p.groups, all.rows, all.parts);
 }
 
 struct Item {

@@ -129,16 +129,9 @@ __device__ inline void multiply(float (&acc)[2][Product::Shape::kCols / 2], Ring
 // The same barrier traffic for a tile with nothing to multiply.
 template <class Shape>
 __device__ inline void pass(Ring<Shape::kStages>& ring, Turn<Shape>& turn, int k_blocks, uint32_t barriers) {
-  const int lane = threadIdx.x % 32;
   turn.take();
-  if (k_blocks == 0) turn.hand_over();
-  for (int kb = 0; kb < k_blocks; ++kb) {
-    ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity);
-    __syncwarp();
-    if (kb + 1 == k_blocks) turn.hand_over();
-    if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + ring.slot), lane);
-    ring.advance();
-  }
+  for (int kb = 0; kb < k_blocks; ++kb) skip_block<Shape>(ring, barriers);
+  turn.hand_over();
 }
 
 // How the blocks of a tile are loaded by a pair: two halves of 64 rows, and the columns.

@@ -206,12 +206,7 @@ struct SwappedPipeline : PairedPipeline<Product> {
         continue;
       }
       if (Product::columns_left(p, work, consumer) <= 0) {  // others wait for this warpgroup
-        for (int b = 0; b < work.k_blocks(); ++b) {
-          ptx::barrier_wait(shell.full(ring.slot), ring.parity);
-          __syncwarp();
-          if (shell.lane < 2) ptx::barrier_arrive_peer(shell.empty(ring.slot), shell.lane);
-          ring.advance();
-        }
+        for (int b = 0; b < work.k_blocks(); ++b) skip_block<Shape>(ring, shell.barriers);
         continue;
       }
       float acc[kSwappedRows / 2];

@@ -21,12 +21,6 @@ __device__ inline void set_max_registers_down() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
-// ---- grids ----
-// Lets the grid behind, if it was launched so, start once every block of this one has come here or ended.
-__device__ inline void let_next_grid_start() { asm volatile("griddepcontrol.launch_dependents;\n"); }
-// Until the grid in front has ended and all that it wrote is there.
-__device__ inline void wait_for_grid_before() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
-
 // ---- clusters ----
 __device__ inline uint32_t cluster_rank() {
   uint32_t r;

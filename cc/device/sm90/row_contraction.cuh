@@ -2,7 +2,7 @@
 // the places of results. Results are [groups, rows, cols], sums run over rows of the operands.
 #pragma once
 
-#include "cc/device/common/block_sum.cuh"
+#include "cc/device/common/group_walk.cuh"
 #include "cc/device/sm90/layout_fp8.cuh"
 #include "cc/device/sm90/pipeline.cuh"
 
@@ -38,15 +38,20 @@ __global__ void __launch_bounds__(kOrderThreads) order_groups(const int32_t* siz
   __shared__ int64_t of_warp[33];
   for (int i = threadIdx.x; i < kBuckets; i += kOrderThreads) start[i] = 0;
   __syncthreads();
-  const auto all = device::scan_in_block<kOrderThreads, kSegmented ? 1 : 0>(
-      groups, max_rows, [&](int g) { return int64_t{sizes[g]}; },
-      [](int64_t rows, int64_t (&parts)[1]) { parts[0] = kSegmented ? segment_codes(rows) : 0; },
-      [&](int g, int64_t first, int64_t end, const auto& before) {
-        const int rows = int(end - first);
-        unordered[g] = {g, rows, int32_t(end), int32_t(before.parts[0])};
-        atomicAdd(&start[bucket(rows)], 1);
-      });
-  if (threadIdx.x == 0) *draws = {0, (all.rows < max_rows ? all.rows : max_rows) / groups};
+  const auto size_of = [&](int g) { return sizes[g]; };
+  const auto use = [&](int g, int64_t first, int64_t end, int64_t codes) {
+    const int rows = int(end - first);
+    unordered[g] = {g, rows, int32_t(end), int32_t(codes)};
+    atomicAdd(&start[bucket(rows)], 1);
+  };
+  device::GroupTotals<> all;
+  if constexpr (kSegmented) {
+    const auto codes_of = [](int64_t rows) { return segment_codes(rows); };
+    all = device::walk_groups<kOrderThreads>(groups, max_rows, of_warp, size_of, codes_of, use);
+  } else {
+    all = device::walk_groups<kOrderThreads>(groups, max_rows, of_warp, size_of, nullptr, use);
+  }
+  if (threadIdx.x == 0) *draws = {0, all.rows / groups};
   __syncthreads();
   int64_t after = 0;  // groups in longer buckets
   for (int first = 0; first < kBuckets; first += kOrderThreads) {

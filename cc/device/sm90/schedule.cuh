@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #if defined(__CUDACC__)
-#include "cc/device/common/block_sum.cuh"
+#include "cc/device/common/group_walk.cuh"
 #include "cc/device/sm90/ptx.cuh"
 #define GROUPED_HOST_DEVICE __host__ __device__
 #else
@@ -184,53 +184,45 @@ struct FoundItem {
   int group, rows, end;
 };
 
-// A warp's walk over groups, by tiles of kRows rows: `find` takes rising items. Sizes are clamped as the contract says:
-// negative counts as 0, and no group reaches past row M.
+// A warp's walk over groups, by pairs of tiles of kRows rows, as far as items are asked for: `find` takes rising ones.
 template <int kRows = kTileRows>
 class RowScan {
  public:
-  using Found = FoundItem;
-
   __device__ RowScan(const int32_t* sizes, int groups, int64_t max_rows, int col_tiles)
       : sizes_(sizes), groups_(groups), max_rows_(int(max_rows)), col_tiles_(col_tiles), lane_(threadIdx.x % 32) {
     next_ = lane_ < groups_ ? sizes_[lane_] : 0;
   }
 
-  __device__ Found find(uint32_t item) {
-    while (item >= window_items_ && base_ + 32 < groups_) advance();
-    if (item >= window_items_) return {false, int(item - window_items_), 0, 0, int(window_rows_)};
-    const unsigned before = __ballot_sync(~0u, items_end_ <= item);  // prefix sums rise: these lanes come first
-    const int lane = __popc(before);
-    const uint32_t first = __shfl_sync(~0u, items_end_ - items_, lane);
-    return {true, int(item - first), base_ + lane, __shfl_sync(~0u, rows_, lane), __shfl_sync(~0u, end_, lane)};
+  __device__ FoundItem find(uint32_t item) {
+    while (item >= walked_.parts && base_ + 32 < groups_) advance();
+    if (item >= walked_.parts) return {false, int(item - walked_.parts), 0, 0, walked_.rows};
+    const int lane = __popc(__ballot_sync(~0u, items_end_ <= item));  // ends rise: these lanes come first
+    return {true, int(item - __shfl_sync(~0u, first_item_, lane)), base_ + lane, __shfl_sync(~0u, rows_, lane),
+            __shfl_sync(~0u, end_, lane)};
   }
 
  private:
   __device__ void advance() {
     base_ += 32;
-    int64_t rows = next_ > 0 ? next_ : 0;
+    const int32_t sizes[1] = {next_};
     const int ahead = base_ + 32 + lane_;
     next_ = ahead < groups_ ? sizes_[ahead] : 0;
-    int64_t end = device::warp_prefix_sum(rows);
-    int64_t start = window_rows_ + end - rows;  // of a window: at most 2^36
-    end = window_rows_ + end < max_rows_ ? window_rows_ + end : max_rows_;
-    start = start < max_rows_ ? start : max_rows_;
-    rows_ = int(end - start);
-    end_ = int(end);
-    items_ = uint32_t(pair_count((rows_ + kRows - 1) / kRows, col_tiles_));
-    items_end_ = window_items_ + device::warp_prefix_sum(items_);
-    window_items_ = __shfl_sync(~0u, items_end_, 31);
-    window_rows_ = __shfl_sync(~0u, int(end), 31);
+    const auto pairs_of = [&](int rows) { return uint32_t(pair_count((rows + kRows - 1) / kRows, col_tiles_)); };
+    device::walk_window<1>(sizes, max_rows_, &walked_, nullptr, pairs_of, [&](int, int first, int end, uint32_t items) {
+      rows_ = end - first;
+      end_ = end;
+      first_item_ = items;
+      items_end_ = items + pairs_of(rows_);
+    });
   }
 
   const int32_t* sizes_;
   const int groups_;
   const int max_rows_, col_tiles_, lane_;
   int next_, base_ = -32;
-  int rows_ = 0, end_ = 0;              // of this lane's group
-  uint32_t items_ = 0, items_end_ = 0;  // its pairs, and their running total, below kMaxItems
-  uint32_t window_items_ = 0;           // totals up to the end of the window
-  int window_rows_ = 0;
+  int rows_ = 0, end_ = 0;                     // of this lane's group
+  uint32_t first_item_ = 0, items_end_ = 0;    // and its pairs, below kMaxItems
+  device::GroupTotals<int, uint32_t> walked_;  // up to the end of the window
 };
 
 #endif  // __CUDACC__

@@ -24,6 +24,7 @@
 #pragma once
 
 #include "cc/device/common/copy_async.cuh"
+#include "cc/device/common/early_launch.cuh"
 #include "cc/device/sm90/epilogue.cuh"
 #include "cc/device/sm90/ptx.cuh"
 #include "cc/device/sm90/ring.cuh"
@@ -131,6 +132,15 @@ struct Shell {
   }
 };
 
+// A warp of a pair waits for a stage that it does not read and releases it to both loaders.
+template <class Shape>
+__device__ inline void skip_block(Ring<Shape::kStages>& ring, uint32_t barriers) {
+  ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity);
+  __syncwarp();
+  if (threadIdx.x % 32 < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + ring.slot), threadIdx.x % 32);
+  ring.advance();
+}
+
 // Arrivals at the barriers of a stage, and warps that read work items beside the loader.
 struct RingArrivals {
   uint32_t full, empty, readers;
@@ -150,6 +160,7 @@ __device__ __forceinline__ void run_shell(const typename Product::Params& p) {
   shell.lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
+    device::let_next_launch_begin();  // quantisers are launched early
     const RingArrivals arrivals = Pipeline::rings(p);
     for (int s = 0; s < Shape::kStages; ++s) {
       ptx::barrier_init(shell.full(s), arrivals.full);

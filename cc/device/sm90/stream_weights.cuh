@@ -137,12 +137,12 @@ __device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t 
                        {{(stage * S::kSlabs + i) * S::C::kRowBytes, item.col, item.group(), 0}}, full);
     }
   };
-  if (!find(blockIdx.x)) return ptx::wait_for_grid_before();  // what follows this grid follows that one, too
+  if (!find(blockIdx.x)) return device::wait_for_launch_before();  // what follows this grid follows that one, too
   item = control.load_next();
   int under_way = 0;  // stages of the first item, whose codes come while rows are still being arranged
 #pragma unroll 1
   for (; under_way < min(stages, S::kStages); ++under_way) load_codes(under_way, under_way);
-  ptx::wait_for_grid_before();
+  device::wait_for_launch_before();
 #pragma unroll 1
   for (int index = blockIdx.x;; under_way = 0) {
 #pragma unroll 1
