@@ -230,7 +230,6 @@ template <bool kGrad, bool kStore>
 __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
     store_activated_groups(const __grid_constant__ ActivatedProblem p, uint32_t column_tiles) {
   extern __shared__ uint4 dynamic_shared[];
-  if (!kStore) follow_launch_before();
   if (!kStore && all_started(p.store)) return;
   const bool stores_activated = kGrad && kStore && has_activated(p);
   Ring* ring = reinterpret_cast<Ring*>(dynamic_shared);
@@ -258,7 +257,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
   StoreTile& next = s->next[threadIdx.x / 32];
   bool more = find(blockIdx.x, &tile);
   if (more && tile.group < count) begin(tile);
-  if (kStore) follow_launch_before();
+  if (kStore) wait_for_launch_before();
   if (kStore && blockIdx.x == 0) {
     store_group_scales(p.store);
     if (stores_activated) store_group_scales(p.store_activated);

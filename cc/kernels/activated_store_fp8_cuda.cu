@@ -146,7 +146,6 @@ template <int kForms>
 __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
     store_activated_blocks(const __grid_constant__ Problem p, uint32_t column_tiles) {
   extern __shared__ uint4 dynamic_shared[];
-  follow_launch_before();
   Slots* slots = reinterpret_cast<Slots*>(dynamic_shared);
   const int operands = operands_of(p), halves = halves_of(p);
   ColumnScratch* scratch = reinterpret_cast<ColumnScratch*>(slots + scratch_of(p));

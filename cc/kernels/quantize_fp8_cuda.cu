@@ -133,7 +133,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
   constexpr bool kWide = kIsWide<kSquare, kForms>;
   using Tile = Shape<kWide>;
   extern __shared__ uint4 dynamic_shared[];
-  if (kBlock > 0 || kForms == 0) follow_launch_before();
   if (p.skip && *p.skip != 0) return;
   if (kForms == 0 && all_started(p)) return;
   using Scratch = SharedOf<kFrom, kForms>;
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
   };
   bool more = find(blockIdx.x, &tile);
   if (more && tile.group < p.scan.count) load_tile<kFrom, kWide>(p, tile, s);
-  if (kBlock == 0 && kForms) follow_launch_before();
+  if (kBlock == 0 && kForms) wait_for_launch_before();
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next, turns.advance()) {
     turns.draw();

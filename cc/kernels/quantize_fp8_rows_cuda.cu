@@ -60,7 +60,6 @@ __device__ inline void take_singly(const char* from, Eight<kFrom>* v) {
 template <DType kFrom, int kBlock>
 __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm<kFrom>)
     store_strips(const __grid_constant__ StoreProblem p, uint32_t strips, uint32_t each, uint32_t column_strips) {
-  follow_launch_before();
   if (p.skip && *p.skip != 0) return;
   const Strip at;
   const uint32_t item = blockIdx.x * kStoreWarps + threadIdx.x / 32, strip = item / column_strips;
@@ -133,10 +132,11 @@ template <DType kFrom, int kBlock>
 void run(const Quantize& call, const Context& context) {
   const int64_t strips = strips_of(call);
   if (strips == 0) return;
-  const LaunchOptions how = {static_cast<cudaStream_t>(context.stream), context.target.sm >= 90, false};
-  launch_storing(store_strips<kFrom, kBlock>, static_cast<unsigned>(divide_up(strips, kStoreWarps)), 0, how,
-                 store_problem(call, context), static_cast<uint32_t>(row_strips_of(call)),
-                 static_cast<uint32_t>(strips_of_each(call)), static_cast<uint32_t>(column_strips_of(call)));
+  store_strips<kFrom, kBlock><<<static_cast<unsigned>(divide_up(strips, kStoreWarps)), kStoreThreads, 0,
+                                static_cast<cudaStream_t>(context.stream)>>>(
+      store_problem(call, context), static_cast<uint32_t>(row_strips_of(call)),
+      static_cast<uint32_t>(strips_of_each(call)), static_cast<uint32_t>(column_strips_of(call)));
+  GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
 template <DType kFrom>

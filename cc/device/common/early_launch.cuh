@@ -18,10 +18,4 @@ __device__ inline void wait_for_launch_before() {
 #endif
 }
 
-// Both, where nothing can be done ahead: when the launch behind begins, all before this one has ended.
-__device__ inline void follow_launch_before() {
-  wait_for_launch_before();
-  let_next_launch_begin();
-}
-
 }  // namespace grouped::device

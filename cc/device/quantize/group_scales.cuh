@@ -112,7 +112,7 @@ struct FineLaunch : StoreLaunch, FineChoices {};
 // How the host launches it.
 struct LaunchOptions {
   cudaStream_t stream;
-  bool early;    // it may begin before the launch in front of it has ended
+  bool early;    // one that stores may begin before the one that measures has ended
   bool cleared;  // counters of drawn tiles are zero already
 };
 

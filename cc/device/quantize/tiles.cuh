@@ -9,7 +9,6 @@
 #include <string>
 #include <type_traits>
 
-#include "cc/device/common/clear_words.cuh"
 #include "cc/device/common/copy_async.cuh"
 #include "cc/device/quantize/group_scales.cuh"
 
@@ -398,34 +397,33 @@ void launch_storing(void (*kernel)(Params...), unsigned grid, int bytes, const L
 // Before a launch of `grid` blocks for `tiles` tiles: clears its counter, where any block draws.
 inline void ready_to_draw(StoreLaunch* p, int64_t tiles, unsigned grid, const LaunchOptions& how) {
   if (tiles <= 2 * int64_t{grid}) p->drawn = nullptr;
-  if (p->drawn && !how.cleared) clear_words(p->drawn, 1, how.stream, how.early);
+  if (p->drawn && !how.cleared) GROUPED_CUDA_CHECK(cudaMemsetAsync(p->drawn, 0, sizeof(*p->drawn), how.stream));
 }
 
 // As launch_store, but the scan, and the scales of groups, are the kernels' own. Where scales do not want the amaxes of
 // all groups first, those that the caller wants are raised on the way. Under delayed scaling the launch that measures
-// is over at once where all groups have started; the memory that it wants zero is cleared together with the counters.
-// On Hopper launches overlap: each begins before the one in front has ended, and waits for it.
+// is over at once where all groups have started; the memory that it wants zero is cleared together with the counters,
+// and on Hopper the launch that stores begins meanwhile.
 template <class Launch, class Measure, class Store>
 void launch_tiles(const Quantize& call, const Context& context, Measure measure, Store store) {
-  const bool early = context.target.sm >= 90;
-  LaunchOptions how = {static_cast<cudaStream_t>(context.stream), early, false};
+  LaunchOptions how = {static_cast<cudaStream_t>(context.stream), false, false};
   Launch p = launch_of<Launch>(call, context);
   const bool ahead = finds_group_scales(call);
   const bool all = ahead && !p.encode;
   const bool on_the_way = !all && call.amax.present();
+  const auto clear = [&](uint32_t* from, size_t words) {
+    GROUPED_CUDA_CHECK(cudaMemsetAsync(from, 0, sizeof(uint32_t) * words, how.stream));
+  };
   // `amax` follows `drawn`, and `rotated` follows `amax`.
-  if (ahead) clear_words(p.scan.drawn, 2 + 2 * static_cast<size_t>(p.scan.count), how.stream, early);
+  if (ahead) clear(p.scan.drawn, 2 + 2 * static_cast<size_t>(p.scan.count));
   how.cleared = ahead;
   uint32_t* const wanted = on_the_way ? call.amax.as<uint32_t>() : nullptr;  // the bits of magnitudes
-  if (on_the_way && !call.into_amax.present()) {
-    clear_words(wanted, static_cast<size_t>(p.scan.count), how.stream, early);
-  }
+  if (on_the_way && !call.into_amax.present()) clear(wanted, static_cast<size_t>(p.scan.count));
   p.drawn = p.scan.drawn;
   p.raised = p.scan.amax;
   p.starting = ahead && !all;
   if (ahead) measure(p, how);
-  // It reads ahead, but for blocks: behind a launch that has waited. One that measures all groups keeps the chip.
-  how.early = early && (p.starting || call.block != 0);
+  how.early = p.starting && context.target.sm >= 90;  // nothing stands between the two launches
   p.starting = false;
   p.measure = on_the_way;
   if (on_the_way) p.raised = wanted;

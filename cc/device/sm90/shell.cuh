@@ -24,7 +24,6 @@
 #pragma once
 
 #include "cc/device/common/copy_async.cuh"
-#include "cc/device/common/early_launch.cuh"
 #include "cc/device/sm90/epilogue.cuh"
 #include "cc/device/sm90/ptx.cuh"
 #include "cc/device/sm90/ring.cuh"
@@ -160,7 +159,6 @@ __device__ __forceinline__ void run_shell(const typename Product::Params& p) {
   shell.lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
-    device::let_next_launch_begin();  // quantisers are launched early
     const RingArrivals arrivals = Pipeline::rings(p);
     for (int s = 0; s < Shape::kStages; ++s) {
       ptx::barrier_init(shell.full(s), arrivals.full);
