@@ -454,7 +454,11 @@ def _arguments(
         cache = _checked.get(key)
         if cache is None:
             cache = _checked.keep(key, facts_cache())
-        found = cache.find(arrays)
+        for each in arrays:
+            if type(each) is Tensor and each.is_neg():  # facts do not show it; the checks refuse it
+                break
+        else:
+            found = cache.find(arrays)
     if found is None:
         checked_sizes, op, specs = check(operands, bounds, options, masters or (None,) * (1 + len(weights)))
         found = Checked(op, specs, lists_of(leaves_of, biases), names)

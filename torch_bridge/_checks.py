@@ -41,8 +41,12 @@ def check_operand(name: str, value: Tensor, x: Tensor) -> None:
 
 
 def check_layout(name: str, value: Tensor) -> None:
-    """Refuses tensors without plain dense memory: sparse, nested, quantised and foreign layouts."""
+    """Refuses tensors without plain dense memory: sparse, nested, quantised, foreign layouts, lazily negated views."""
     if value.layout is torch.strided and not value.is_nested and not value.is_quantized:
+        if not is_compiling() and value.is_neg():
+            raise ValueError(
+                f"`{name}`: a lazily negated view, expected a tensor whose memory has its signs; call `.resolve_neg()`."
+            )
         return
     came = "nested" if value.is_nested else "quantised" if value.is_quantized else f"layout {value.layout}"
     raise ValueError(f"`{name}`: {came}, expected a plain dense tensor; convert it, e.g. with `.to_dense()`.")
