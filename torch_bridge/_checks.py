@@ -158,3 +158,11 @@ def refuse_vmap(name: str) -> None:
             raise NotImplementedError(
                 f"{name} under torch.func.vmap: expected plain tensors; fold a mapped axis into rows or groups."
             )
+
+
+def refuse_batched(name: str, operands: Sequence[Any]) -> None:
+    """Refuses gradients of several dy at once (`is_grads_batched`, vectorised Jacobians); `name` is for messages."""
+    if any(isinstance(each, Tensor) and _functorch.is_legacy_batchedtensor(each) for each in operands):
+        raise NotImplementedError(
+            f"{name} of batched gradients: a tensor under vmap, expected a plain one; differentiate once per gradient."
+        )

@@ -18,7 +18,7 @@ from torch.nn import Module
 from grouped_core import checkpoint_tensors, lora_layout, safetensors_file
 from grouped_core.checkpoint_files import Model, loading, opened, part_file, unused_message
 from grouped_core.checkpoint_fp8 import dequantized
-from grouped_core.checkpoint_metadata import NAME, Spec
+from grouped_core.checkpoint_metadata import NAME, Spec, beside
 from grouped_core.checkpoint_plan import fixed_or, interleave_option, plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
 from grouped_core.formats import QTensor
@@ -70,7 +70,7 @@ def save(
         raise ValueError(f"`{meta[0]}` of save: on the meta device, expected values; load or initialise it first.")
     flat, shard = _own_experts(flat, modules, shard)
     acts = {place: mlp.activation for place, mlp in _mlps(modules).items()}
-    given = {**acts, **spec} if isinstance(spec, Mapping) else acts if acts and spec is None else spec
+    given = beside(spec, acts)
     placed = shard_option(shard)
     formats = {name: formats_of(weight.q) for name, weight in _quantised(modules).items()}
     made = checkpoint_tensors.saving(flat, _LAYOUT, given, _facts, formats, placed)
@@ -215,20 +215,21 @@ def from_peft(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         A [G, r, K] and B [G, N, r], contiguous, without gradient. PEFT's scaling is not part of them.
 
     Raises:
-        TypeError: `num_experts` is not an integer. ValueError: shapes do not fit each other or G experts.
+        TypeError: `num_experts` is not an integer, or one is no tensor. ValueError: shapes do not fit each other or
+            G experts.
     """
-    made = lora_layout.from_peft(a.detach(), b.detach(), num_experts, transposed=True)
-    return made[0].contiguous(), made[1].contiguous()
+    made = lora_layout.from_peft(a, b, num_experts, transposed=True)
+    return made[0].detach().contiguous(), made[1].detach().contiguous()
 
 
 def to_peft(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `from_peft`: PEFT's two matrices, contiguous, from A [G, r, K] and B [G, N, r].
 
     Raises:
-        ValueError: the shapes are not those of one adapter.
+        TypeError: one is no tensor. ValueError: the shapes are not those of one adapter.
     """
-    made = lora_layout.to_peft(a.detach(), b.detach(), transposed=True)
-    return made[0].contiguous(), made[1].contiguous()
+    made = lora_layout.to_peft(a, b, transposed=True)
+    return made[0].detach().contiguous(), made[1].detach().contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

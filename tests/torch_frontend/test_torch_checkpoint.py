@@ -266,6 +266,21 @@ def test_trees_of_tensors_need_a_spec(tmp_path: Path) -> None:
         checkpoint.save(path, {"x": 3}, "swiglu")
 
 
+def test_what_would_make_a_file_that_does_not_load_is_not_saved(tmp_path: Path) -> None:
+    path, layer = tmp_path / "m.safetensors", moe()
+    for spec in ("geglu_tanh", {"experts": "geglu_tanh"}):
+        parts = ["`spec` of save", "geglu_tanh", "`experts`", "swiglu", "of other experts", "pass a mapping"]
+        with refused(ValueError, parts):
+            checkpoint.save(path, layer, spec)
+    with refused(ValueError, ["`__metadata__`", "the name of metadata", "expected another", "rename"]):
+        checkpoint.save(path, {"__metadata__": torch.zeros(2)})
+    assert not list(tmp_path.iterdir())
+    checkpoint.save(path, {"a": layer, "b": torch._neg_view(torch.ones(2))}, "swiglu")  # pyright: ignore[reportPrivateImportUsage]
+    read = checkpoint.load(path, {"a": moe(1), "b": torch.zeros(2)})
+    same(read["a"], layer)
+    bitwise(read["b"], -torch.ones(2))
+
+
 def test_linear_layers_of_both_forms(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     for single in (False, True):

@@ -80,6 +80,17 @@ def test_a_gradient_that_is_there_is_added_to_in_place(form: str, listed: bool) 
     assert all((gradient != 0.5).any() for gradient, _ in held if not listed)
 
 
+@pytest.mark.rule("DLY-3", "ERR-1")
+def test_weights_that_are_computed_from_others_are_refused() -> None:
+    """Their gradient would end at what was computed, after backward."""
+    layer = nn.GroupedLinear(2, 4, 4, delay_wgrad_compute=True)
+    torch.nn.utils.parametrizations.orthogonal(layer, "weight1")
+    with asserts.refused(ValueError, ["`delay_wgrad_compute`", "True beside", "expected Parameters", "leave one"]):
+        layer(torch.ones(3, 4), [1, 2])
+    with torch.no_grad():
+        layer(torch.ones(3, 4), [1, 2])
+
+
 @pytest.mark.rule("DLY-2", "DLY-9")
 @pytest.mark.parametrize("form", MODULES)
 def test_an_empty_store_is_a_no_op_without_hooks(form: str) -> None:

@@ -33,6 +33,14 @@ from torch_bridge.quantized_weight import named_parts as parts_of
 # Products
 
 
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_export_is_refused(form: str) -> None:
+    layer = getattr(nn, form)(2, 128, 128, recipe=recipes.MXFP8, quantized_weights=True)
+    with asserts.refused(NotImplementedError, ["`quantized_weights`", "torch.export", "expected plain", "export a"]):
+        torch.export.export(layer, (torch.ones(3, 128), torch.tensor([1, 2])), strict=False)
+
+
 @pytest.mark.rule("QNT-1", "ALL-1")
 @by_recipe
 @by_holding

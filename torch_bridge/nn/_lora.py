@@ -102,10 +102,14 @@ def from_peft(layers: tuple[Any, Any], state: Mapping[str, Tensor], prefix: str)
     """Loads what `to_peft` makes, or PEFT.
 
     Raises:
-        ValueError: an entry is missing, or has not the shape of the layer, or a layer has no adapter; nothing is then
-            loaded.
+        TypeError: no mapping of tensors. ValueError: an entry is missing, or has not the shape of the layer, or a layer
+            has no adapter. In both cases nothing is loaded.
     """
     _check_has_adapters(layers)
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"adapters of PEFT: {type(state).__name__}, expected a mapping of names to tensors; pass a state dict."
+        )
     made: list[tuple[Parameter, Tensor]] = []
     for layer, place in zip(layers, _PEFT, strict=True):
         names = [f"{prefix}{place}{name}.weight" for name in FACTORS]
