@@ -42,12 +42,12 @@ def destination(weight: Any, name: str) -> Tensor:
     """
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()
-    found = getattr(weight, "main_grad", None)
-    weight, found = local(weight), None if found is None else local(found)
+    weight, found = local(weight), local(getattr(weight, "main_grad", None))
     shape = tuple(weight.shape)
-    if found is None:
+    if not isinstance(found, Tensor):
+        came = "missing" if found is None else type(found).__name__
         raise RuntimeError(
-            f"`main_grad` of `{name}`: missing, expected a tensor that views as {shape}; create it before backward, "
+            f"`main_grad` of `{name}`: {came}, expected a tensor that views as {shape}; create it before backward, "
             "and pass the Parameter that has it, not a cast or a view of it."
         )
     if found.device != weight.device:
@@ -166,7 +166,7 @@ def deliver(
     if delayed is not None:
         tensors = [each for each in operands if each is not None]
         replaced = [overwrites(each) for each in weights]
-        mark = _finished(tensors[0].device)
+        mark = (_versions(tensors), *_finished(tensors[0].device))
         delayed.put(Entry(names, weights, live, replaced, flags, dtype, launch, tensors, *mark))
         return results
     write(names, weights, given, overwrite, live, launch, operands)
@@ -221,6 +221,7 @@ class Entry(NamedTuple):
     dtype: torch.dtype  # of gradients that go to `.grad`, before the cast to the Parameter's dtype
     launch: Write
     operands: Sequence[Tensor]
+    versions: Sequence[int | None]  # of the operands in the main backward
     event: Any  # after it the operands are complete; None on the CPU and in a capture, where the caller keeps the order
     captured: bool
 
@@ -230,6 +231,11 @@ class Entry(NamedTuple):
         Args:
             now: the layer's weights as they are now; they differ from those of backward if FSDP2 has resharded them.
         """
+        if self.versions != _versions(self.operands):
+            raise RuntimeError(
+                "backward_dw: rows of a pending gradient were modified by an inplace operation since their backward, "
+                "expected the values of then; call backward_dw before x or the gradient of y is written."
+            )
         _await(self)
         if self.to_main_grad:
             write(self.names, self.weights, None, self.overwrite, self.live, self.launch, self.operands)
@@ -258,6 +264,11 @@ def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
         weight.grad = gradient
     else:
         weight.grad.add_(gradient)
+
+
+def _versions(operands: Sequence[Tensor]) -> list[int | None]:
+    """The versions of tensors, as far as they count them, which change with their values."""
+    return [None if each.is_inference() else each._version for each in operands]
 
 
 def _finished(device: torch.device) -> tuple[Any, bool]:

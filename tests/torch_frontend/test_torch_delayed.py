@@ -152,6 +152,26 @@ def test_a_layer_may_be_drained_alone() -> None:
         asserts.bitwise(weight.grad, expected.grad)
 
 
+@pytest.mark.rule("DLY-3", "ERR-1")
+@pytest.mark.parametrize("written", ["x", "dy"])
+def test_rows_that_were_written_meanwhile_are_noticed(written: str) -> None:
+    """As autograd notices it between forward and backward."""
+    layer = nn.GroupedLinear(2, 4, 4, bias=False, delay_wgrad_compute=True)
+    rows = {"x": torch.ones(3, 4), "dy": torch.ones(3, 4)}
+    layer(rows["x"], [1, 2]).backward(rows["dy"])
+    rows[written].mul_(2)
+    with asserts.refused(RuntimeError, ["backward_dw", "modified by an inplace", "values of then", "call backward_dw"]):
+        layer.backward_dw()
+    assert layer.weight0.grad is None
+
+
+@pytest.mark.rule("DLY-6", "ERR-1")
+def test_hooks_are_functions() -> None:
+    layer: Any = nn.GroupedLinear(2, 4, 4, delay_wgrad_compute=True)
+    with asserts.refused(TypeError, ["`hook`", "NoneType", "expected a function", "pass one"]):
+        layer.register_wgrad_accumulation_and_reduce_hooks(None)
+
+
 @pytest.mark.rule("DLY-4")
 @pytest.mark.parametrize("form", MODULES)
 def test_operands_are_kept_until_they_are_used(form: str) -> None:

@@ -364,7 +364,13 @@ class GroupedLinear(ScaledModule):
         return len(self.delayed)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """Adds a function that is called, without arguments, after each write of delayed weight gradients."""
+        """Adds a function that is called, without arguments, after each write of delayed weight gradients.
+
+        Raises:
+            TypeError: `hook` is not callable.
+        """
+        if not callable(hook):
+            raise TypeError(f"`hook` of GroupedLinear: {type(hook).__name__}, expected a function; pass one.")
         self.delayed.hooks.append(hook)
 
     def fire_wgrad_hooks(self) -> None:
