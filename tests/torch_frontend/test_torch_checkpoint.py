@@ -463,6 +463,17 @@ def test_groups_and_scalars_of_optimisers() -> None:
     del broken["state"][2]
     with refused(ValueError, ["experts.linear_fc1.weight", "missing 1"]):
         checkpoint.convert_optimizer(broken, names, single)
+    with refused(ValueError, ["`names`", "`experts.linear", "in place", "as the state records", "one group after"]):
+        checkpoint.convert_optimizer(state, names[::-1], single)
+    factored = copy.deepcopy(state)
+    factored["state"][2]["exp_avg"] = torch.zeros(2 * F, 1)
+    with refused(
+        ValueError, ["`exp_avg` of `experts.linear_fc1.weight", f"({2 * F}, 1)", "of the parameter", "factored"]
+    ):
+        checkpoint.convert_optimizer(factored, listed, single)
+    for bad in ((optimizer, names, single), (state, None, single), (state, names, names)):
+        with refused(TypeError, ["of convert_optimizer", "expected a", "pass"]):
+            checkpoint.convert_optimizer(*bad)
     with refused(ValueError, ["`names`", "names for", "in its order"]):
         checkpoint.convert_optimizer(state, names[1:], single)
     two = copy.deepcopy(state)
