@@ -130,10 +130,12 @@ def pair_option(given: Any, name: str = LORA) -> tuple[Any, Any]:
     """`lora=` of a public function, or a part of it, as (A, B).
 
     Raises:
-        ValueError: it is not a pair.
+        ValueError: it is not a pair, or lacks a factor.
     """
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise ValueError(f"`{name}`: {type(given).__name__}, expected a pair (A, B); pass both factors.")
+    if given[0] is None or given[1] is None:
+        raise ValueError(f"`{name}`: None in its pair, expected (A, B); pass both factors.")
     return given[0], given[1]
 
 

@@ -430,6 +430,16 @@ def test_layers_without_adapters_are_not_merged(form: str):
         p.module.merge()
 
 
+@pytest.mark.rule("LOR-5", "ERR-1", "DLY-2")
+def test_layers_with_pending_gradients_are_not_merged():
+    p = build("GroupedLinear", delay_wgrad_compute=True)
+    p().sum().backward()
+    with asserts.refused(ValueError, ["`merge` of", "of 1 passes", "expected none", "backward_dw"]):
+        p.module.merge()
+    p.module.backward_dw()
+    p.module.merge()
+
+
 class Negative(torch.nn.Module):
     """A parametrisation."""
 

@@ -272,10 +272,15 @@ class GroupedLinear(ScaledModule):
         Quantised weights become plain ones of their nominal dtype. The weights stay frozen.
 
         Raises:
-            ValueError: the layer has no adapter, or a weight is parametrised.
+            ValueError: the layer has no adapter, gradients of it are pending, or a weight is parametrised.
         """
         if not self.lora.rank:
             raise ValueError("`merge` of GroupedLinear: no adapter, expected one; make the layer with `lora_rank`.")
+        if pending := len(self.delayed):
+            raise ValueError(
+                f"`merge` of GroupedLinear: delayed gradients of {pending} passes are pending, expected none; call "
+                "`backward_dw(all=True)` first."
+            )
         if computed := [name for name in (*self.weight_names, *_lora.FACTORS) if name not in self._parameters]:
             raise ValueError(
                 f"`merge` of GroupedLinear: `{computed[0]}` is computed by a parametrisation, expected a Parameter "
