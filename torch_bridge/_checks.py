@@ -25,10 +25,6 @@ def check_operand(name: str, value: Tensor, x: Tensor) -> None:
     """Checks for a contiguous tensor on the device of `x`. Raises TypeError or ValueError otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"`{name}`: {type(value).__name__}, expected a torch.Tensor; convert it first.")
-    if is_distributed(value):
-        raise ValueError(
-            f"`{name}`: a DTensor, expected the local part, because each rank computes by itself; call `.to_local()`."
-        )
     if value.device != x.device:
         raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `x`; move it with `.to`.")
     check_layout(name, value)
@@ -40,8 +36,16 @@ def check_operand(name: str, value: Tensor, x: Tensor) -> None:
         )
 
 
+def _check_local(name: str, value: Tensor) -> None:
+    if is_distributed(value):
+        raise ValueError(
+            f"`{name}`: a DTensor, expected the local part, because each rank computes by itself; call `.to_local()`."
+        )
+
+
 def check_layout(name: str, value: Tensor) -> None:
-    """Refuses tensors without plain dense memory: sparse, nested, quantised, foreign layouts, lazily negated views."""
+    """Refuses tensors without plain dense memory: DTensors, sparse, nested, quantised, foreign, lazily negated ones."""
+    _check_local(name, value)
     if value.layout is torch.strided and not value.is_nested and not value.is_quantized:
         if not is_compiling() and value.is_neg():
             raise ValueError(
@@ -160,8 +164,10 @@ def refuse_vmap(name: str) -> None:
             )
 
 
-def refuse_batched(name: str, operands: Sequence[Any]) -> None:
-    """Refuses gradients of several dy at once (`is_grads_batched`, vectorised Jacobians); `name` is for messages."""
+def check_gradients(name: str, operands: Sequence[Any]) -> None:
+    """Refuses DTensors, and several dy at once (`is_grads_batched`, vectorised Jacobians); `name` is for messages."""
+    for each in operands:
+        _check_local(f"an operand of {name}", each)
     if any(isinstance(each, Tensor) and _functorch.is_legacy_batchedtensor(each) for each in operands):
         raise NotImplementedError(
             f"{name} of batched gradients: a tensor under vmap, expected a plain one; differentiate once per gradient."

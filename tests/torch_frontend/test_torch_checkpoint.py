@@ -18,7 +18,7 @@ from grouped_core.layouts import LAYOUTS
 from grouped_core.safetensors_file import File
 from tests.asserts import bitwise, refused
 from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, written
-from torch_bridge import MXFP8, Activation, FP8Block, QTensor, checkpoint, dequantize, nn, quantize
+from torch_bridge import MXFP8, Activation, FP8Block, FP8Delayed, QTensor, checkpoint, dequantize, nn, quantize
 
 
 def moe(seed: int = 0, **options: Any) -> nn.MoE:
@@ -141,7 +141,11 @@ def test_a_layer_may_stand_in_two_places(tmp_path: Path) -> None:
     ("tree", "kind", "words"),
     [
         ({"w": torch.empty(2, device="meta")}, ValueError, ["`w` of save", "meta device", "expected values"]),
-        ({"w": torch.eye(2).to_sparse()}, ValueError, ["torch.sparse_coo", "expected a dense one", "`.to_dense()`"]),
+        (
+            {"w": torch.eye(2).to_sparse()},
+            ValueError,
+            ["`w` of a", "torch.sparse_coo", "expected a dense one", "`.to_dense()`"],
+        ),
         (None, TypeError, ["`tree` of a checkpoint", "NoneType", "expected a tensor", "leave it out"]),
     ],
 )
@@ -490,6 +494,25 @@ def test_groups_and_scalars_of_optimisers() -> None:
 
 
 # ---- ranks
+
+
+@pytest.mark.rule("CKP-7", "ERR-1")
+def test_what_only_the_first_rank_would_write_is_not_saved(tmp_path: Path) -> None:
+    """Its place among the experts of all ranks is not known, and the parts of other ranks were lost in silence."""
+    layers: dict[str, Any] = {"lora_A": {"lora_rank": 2}, "scaling_scale": {"recipe": FP8Delayed}}
+    for rank in (0, 1):
+        for name, options in layers.items():
+            with refused(
+                ValueError, [f"{name}` of a checkpoint of several", "of one rank", "expected weights", "apart"]
+            ):
+                checkpoint.save(tmp_path / "c", {"a": nn.GroupedMLP(2, H, F, **options)}, shard=(rank, 2))
+        for single in (False, True):
+            layer = nn.GroupedLinear(2, H, F, single_grouped_weight=single)
+            with refused(ValueError, ["`a` of save", "outside of an MLP", "expected GroupedMLP", "each rank apart"]):
+                checkpoint.save(tmp_path / "c", {"a": layer}, shard=(rank, 2))
+    assert not list(tmp_path.iterdir())
+    shared = {"a": nn.MoE(H, F, 2, 1, shared_dim=8), "b": torch.nn.Linear(2, 2)}  # the same on all ranks
+    checkpoint.save(tmp_path / "c", shared, shard=(0, 2))
 
 
 @pytest.mark.rule("CKP-7")

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from grouped_core import lora, lora_layout
 from torch_bridge._adapter import merged
+from torch_bridge._checks import is_distributed
 from torch_bridge._gradients import Owner
 
 FACTORS = ("lora_A", "lora_B")
@@ -125,6 +126,10 @@ def from_peft(layers: tuple[Any, Any], state: Mapping[str, Tensor], prefix: str)
                 raise ValueError(
                     f"adapters of PEFT: `{name}` gives {tuple(value.shape)}, expected {tuple(parameter.shape)}; load "
                     "adapters of the same rank and model."
+                )
+            if is_distributed(parameter):
+                raise ValueError(
+                    f"adapters of PEFT: `{name}` for a DTensor, expected a plain parameter; load before it is sharded."
                 )
             made.append((parameter, value))
     with torch.no_grad():
