@@ -130,6 +130,8 @@ def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes:
     """(sizes as kernels read them, the result's dtype) for arguments that fit together."""
     check_quantized(q)
     refuse_vmap("dequantize")
+    if not isinstance(dtype, (torch.dtype, str, type(None))):
+        raise TypeError(f"`dtype` of dequantize: {type(dtype).__name__}, expected a torch.dtype or None; pass one.")
     wide = linear_spec.wide_option("dtype", None if dtype is None else DTYPES.get(dtype, str(dtype))) or q.dtype
     for part in parts_of(q):
         check_operand("q", part, q.values)

@@ -249,9 +249,10 @@ class MoE(Module):
         adapted: bool,
     ) -> None:
         check_chunks("MoE", chunks)
-        own_experts("MoE", self.num_experts, process_group.size())
         how = (transport, process_group, budget_factor, send, recipe)
-        self.transport = transport_option("MoE", *how, adapted=adapted)
+        found = transport_option("MoE", *how, adapted=adapted)
+        own_experts("MoE", self.num_experts, process_group.size())
+        self.transport = found
         self.process_group, self.chunks = process_group, chunks
 
     def forward(
@@ -373,7 +374,7 @@ def _tokens(x: Tensor) -> Tensor:
     """x [..., H] as [T, H]. Raises ValueError for a scalar."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`x` of MoE: {type(x).__name__}, expected a torch.Tensor; convert it first.")
-    if x.dim() == 0:
+    if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(
             f"`x` of MoE: shape {tuple(x.shape)}, expected at least one axis [..., H]; pass tokens of H columns."
         )
