@@ -21,7 +21,7 @@ ROUTED_NAMES = MlpNames(sizes="experts", probs="weights")
 """Names of the arguments of the operations in messages."""
 
 
-def check_operand(name: str, value: Tensor, x: Tensor) -> None:
+def check_operand(name: str, value: Any, x: Tensor) -> None:
     """Checks for a contiguous tensor on the device of `x`. Raises TypeError or ValueError otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"`{name}`: {type(value).__name__}, expected a torch.Tensor; convert it first.")
