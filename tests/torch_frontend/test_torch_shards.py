@@ -128,6 +128,8 @@ def test_what_the_cast_of_shards_refuses() -> None:
     for kind, arguments, words in cases:
         with asserts.refused(kind, words):
             shards.cast_shards(*arguments)
+    with asserts.refused(ValueError, ["`shards`, `starts`", "0 and 1 for 1 weights", "one each", "pass None"]):
+        shards.cast_shards([weight], [], [None])
     with asserts.refused(ValueError, ["`skip`", "int32[1]"]):
         shards.cast_shards([weight], [flat], [0], skip=skip)
     with asserts.refused(TypeError, ["`dtype`", "float64"]):
