@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from grouped_core import recipes
 from grouped_core.formats import FORMATS
@@ -139,12 +140,15 @@ def test_what_the_cast_of_shards_refuses() -> None:
 
 @pytest.mark.rule("LYR-9")
 def test_experts_over_ranks_want_plain_weights() -> None:
-    class Mesh:
-        ndim = 1
+    class Mesh(DeviceMesh):
+        ndim: Any = 1
 
-        def size(self) -> int:
+        def __init__(self) -> None:
+            pass
+
+        def size(self, mesh_dim: int | None = None) -> int:
             return 3
 
-    mesh: Any = Mesh()
+    mesh = Mesh()
     with asserts.refused(ValueError, ["quantised weights", "own experts"]):
         parallel.shard_experts(layer(recipes.MXFP8), mesh)
