@@ -231,12 +231,12 @@ class Entry(NamedTuple):
         Args:
             now: the layer's weights as they are now; they differ from those of backward if FSDP2 has resharded them.
         """
-        if self.versions != _versions(self.operands):
+        _await(self)
+        if not self.captured and self.versions != _versions(self.operands):
             raise RuntimeError(
                 "backward_dw: rows of a pending gradient were modified by an inplace operation since their backward, "
                 "expected the values of then; call backward_dw before x or the gradient of y is written."
             )
-        _await(self)
         if self.to_main_grad:
             write(self.names, self.weights, None, self.overwrite, self.live, self.launch, self.operands)
             for at in self.live:
