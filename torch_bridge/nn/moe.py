@@ -374,7 +374,7 @@ def _tokens(x: Tensor) -> Tensor:
     """x [..., H] as [T, H]. Raises ValueError for a scalar."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`x` of MoE: {type(x).__name__}, expected a torch.Tensor; convert it first.")
-    if x.dim() == 0 or x.shape[-1] == 0:
+    if x.dim() == 0:
         raise ValueError(
             f"`x` of MoE: shape {tuple(x.shape)}, expected at least one axis [..., H]; pass tokens of H columns."
         )
