@@ -81,10 +81,10 @@ def router_option(
         TypeError: an option that counts something is not an integer. ValueError: an option is out of range, or two
             contradict each other.
     """
-    k, sinkhorn, num_groups, topk_groups, group_topk = integers(
-        "topk_router", k=k, sinkhorn=sinkhorn, num_groups=num_groups, topk_groups=topk_groups, group_topk=group_topk
+    k, sinkhorn = counts("topk_router", k=k, sinkhorn=sinkhorn)
+    num_groups, topk_groups, group_topk = integers(
+        "topk_router", num_groups=num_groups, topk_groups=topk_groups, group_topk=group_topk
     )
-    k, sinkhorn = _integer("topk_router", "k", k), _integer("topk_router", "sinkhorn", sinkhorn)
     if score not in SCORES:
         raise _wrong("score", repr(score), f"one of {', '.join(SCORES)}", "choose one of them")
     if not 1 <= experts <= MAX_EXPERTS:
@@ -145,6 +145,11 @@ def integers(function: str, **numbers: Any) -> tuple[Any, ...]:
         TypeError: one is not an integer.
     """
     return tuple(None if value is None else _integer(function, name, value) for name, value in numbers.items())
+
+
+def counts(function: str, **numbers: Any) -> tuple[int, ...]:
+    """`integers` for options that cannot be None."""
+    return tuple(_integer(function, name, value) for name, value in numbers.items())
 
 
 def _integer(function: str, name: str, value: Any) -> int:
@@ -280,13 +285,6 @@ def check_of_layer(lead: tuple[int, ...], mask: tuple[int, ...] | None, experts:
 def _key(function: str, key: ArraySpec | None) -> None:
     if key is not None and (key.dtype, tuple(key.shape)) != ("uint32", (2,)):
         raise ValueError(f"`key` of {function}: {key}, expected uint32[2], low word first; pass such an array.")
-
-
-def check_counts(function: str, **numbers: Any) -> None:
-    """Refuses None, which `integers` leaves as it is, for options that must be there. Raises TypeError."""
-    for name, value in numbers.items():
-        if value is None:
-            raise TypeError(f"`{name}` of {function}: None, expected an integer; pass an int.")
 
 
 def row_count(slots: int, num_groups: int, align: int, max_rows: int | None) -> int:

@@ -68,6 +68,23 @@ def check_memory(name: str, value: Tensor) -> None:
         )
 
 
+def check_kind(name: str, function: str, value: Any, kind: type, source: str) -> None:
+    """Refuses an argument that is not what the function `source` returned. Raises TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"`{name}` of {function}: {type(value).__name__}, expected {kind.__name__}; pass what {source} returned."
+        )
+
+
+def check_group(function: str, process_group: Any) -> None:
+    """Refuses anything but a process group. Raises TypeError."""
+    if not isinstance(process_group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"`process_group` of {function}: {type(process_group).__name__}, expected a "
+            "torch.distributed.ProcessGroup; pass one, such as torch.distributed.group.WORLD for all ranks."
+        )
+
+
 def address(tensor: Tensor) -> int:
     """The address of the first element; 0 on the meta device and of fake tensors, which have no memory."""
     if type(tensor) in (Tensor, torch.nn.Parameter):

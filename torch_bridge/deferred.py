@@ -33,7 +33,7 @@ from torch_bridge._args import (
     mlp_arguments,
 )
 from torch_bridge._autograd import Saved, forward_and_saved, saved_names
-from torch_bridge._checks import MLP_NAMES, check_operand
+from torch_bridge._checks import MLP_NAMES, check_kind, check_operand
 from torch_bridge._gradients import Route, WeightGradient
 from torch_bridge._tensors import as_read, fixed_spec, parts_of, unpack
 from torch_bridge.mlp import MLP, grouped_mlp
@@ -137,7 +137,7 @@ def grouped_mlp_bwd_dx(
     Raises:
         TypeError, ValueError: dy does not match y; the buffer does not fit, or overlaps a tensor that is read.
     """
-    _check_kind("res", "grouped_mlp_bwd_dx", res, MlpResiduals, "grouped_mlp_fwd")
+    check_kind("res", "grouped_mlp_bwd_dx", res, MlpResiduals, "grouped_mlp_fwd")
     plain = dy.values if isinstance(dy, QTensor) else as_read(dy) if isinstance(dy, Tensor) else dy
     check_operand("dy", plain, res.sizes)
     if isinstance(dy, QTensor):
@@ -185,7 +185,7 @@ def grouped_mlp_bwd_dw(
     Raises:
         TypeError, ValueError: accumulators do not fit, or overlap; then nothing was added.
     """
-    _check_kind("deferred", "grouped_mlp_bwd_dw", deferred, Deferred, "grouped_mlp_bwd_dx")
+    check_kind("deferred", "grouped_mlp_bwd_dw", deferred, Deferred, "grouped_mlp_bwd_dx")
     pair = accumulator_pair((None, None) if wgrad_accum is None else wgrad_accum, _RETURNED)
     d = deferred
     to: list[list[Tensor | None]] = [
@@ -205,13 +205,6 @@ def grouped_mlp_bwd_dw(
             route = route.elsewhere(weights, accumulators, None, (False,) * count, to_main_grad=False)
             results.append(_in_form(route.deliver(d.work[at]), packed=packed))
     return results[1], results[0]
-
-
-def _check_kind(name: str, function: str, value: Any, kind: type, source: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(
-            f"`{name}` of {function}: {type(value).__name__}, expected {kind.__name__}; pass what {source} returned."
-        )
 
 
 _RETURNED = "put None where the gradient is to be returned"

@@ -20,7 +20,7 @@ from grouped_core.routing_spec import Router, router_option
 from grouped_core.routing_spec import alignment_for as alignment_for
 from torch_bridge import _codec, _routing
 from torch_bridge._cache import Cache
-from torch_bridge._checks import check_operand, refuse_transforms, refuse_vmap
+from torch_bridge._checks import check_group, check_kind, check_operand, refuse_transforms, refuse_vmap
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call
@@ -158,7 +158,6 @@ def _topk_router(
 ) -> tuple[Tensor, ...]:
     refuse_transforms("topk_router", logits, bias)
     if not _COUNTS.issuperset(map(type, (k, *options[4:7], options[8]))):  # caches take 2.0 for 2
-        routing_spec.check_counts("topk_router", k=k, sinkhorn=options[8])
         counts = {"num_groups": options[4], "topk_groups": options[5], "group_topk": options[6], "sinkhorn": options[8]}
         k, *limit, sinkhorn = routing_spec.integers("topk_router", k=k, **counts)
         options = (*options[:4], *limit, options[7], sinkhorn, *options[9:])
@@ -235,8 +234,7 @@ def _permute(
     x: Tensor, experts: Tensor, probs: Tensor | None, num_groups: int, align: int, max_rows: int | None
 ) -> tuple[Tensor, ...]:
     refuse_transforms("permute", x, probs)
-    routing_spec.check_counts("permute", num_groups=num_groups, align=align)
-    num_groups, align = routing_spec.integers("permute", num_groups=num_groups, align=align)
+    num_groups, align = routing_spec.counts("permute", num_groups=num_groups, align=align)
     if not isinstance(max_rows, torch.SymInt):
         (max_rows,) = routing_spec.integers("permute", max_rows=max_rows)
     static = PermuteFacts(num_groups, align, max_rows)
@@ -263,7 +261,7 @@ def unpermute(y: Tensor, permutation: Permutation, weights: Tensor | None = None
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices or layouts.
             RuntimeError: differentiated twice.
     """
-    _check_kind("permutation", "unpermute", permutation, Permutation, "permute")
+    check_kind("permutation", "unpermute", permutation, Permutation, "permute")
     return _run("unpermute", y, permutation.source, permutation.inverse, weights)[0]
 
 
@@ -478,21 +476,10 @@ def _node(name: str, *arguments: Any) -> tuple[Tensor, ...]:
     return _FUNCTIONS[name](*given)
 
 
-def _check_kind(name: str, function: str, value: Any, kind: type, source: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(
-            f"`{name}` of {function}: {type(value).__name__}, expected {kind.__name__}; pass what {source} returned."
-        )
-
-
 def _name_of(function: str, process_group: Any) -> str | None:
     if process_group is None:
         return None
-    if not isinstance(process_group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            f"`process_group` of {function}: {type(process_group).__name__}, expected a "
-            "torch.distributed.ProcessGroup; pass one, or None."
-        )
+    check_group(function, process_group)
     return process_group.group_name
 
 
