@@ -115,7 +115,7 @@ def _exported(array: Array) -> tuple[Array, str]:
 
 
 def _specs(required: dict[str, Any], **optional: Any) -> list[Any]:
-    """The specs of the arrays, None for an absent optional one; refuses anything but NumPy and CuPy arrays."""
+    """The specs of the arrays, None for an absent optional one; refuses anything but plain NumPy and CuPy arrays."""
     arrays = required | optional
     for name, array in _leaves(arrays).items():
         if array is None and name in optional:
@@ -123,6 +123,10 @@ def _specs(required: dict[str, Any], **optional: Any) -> list[Any]:
         if not (hasattr(array, "__dlpack_device__") and hasattr(array, "flags")):
             raise TypeError(
                 f"`{name}`: {type(array).__name__}, expected a NumPy or CuPy array; convert it with numpy.asarray."
+            )
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(
+                f"`{name}`: a masked array, expected one without a mask, which kernels do not see; call `.filled()`."
             )
     return [None if array is None else _spec(array) for array in arrays.values()]
 

@@ -50,6 +50,24 @@ class Recorded:
         return FILES[self.order]
 
 
+def beside(spec: Spec, known: Mapping[str, Activation]) -> Spec:
+    """`spec` with the activations that layers know by themselves.
+
+    Raises:
+        ValueError: it has another one for such a layer.
+    """
+    if not known or spec is None:
+        return known or spec
+    for place, own in known.items():
+        given = activation_of(spec, place, gated=False)
+        if given is not None and given != own:
+            raise ValueError(
+                f"`spec` of save: {given} for the layer `{place}`, which has {own}, expected those of other experts "
+                "alone; pass a mapping of their paths to activations."
+            )
+    return {**spec, **known} if isinstance(spec, Mapping) else spec
+
+
 def activation_of(spec: Spec, place: str, gated: bool) -> Activation | None:
     """The activation that `spec` has for a layer.
 

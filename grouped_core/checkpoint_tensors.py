@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from grouped_core.checkpoint_plan import Move, Plan, Shard, fixed_or, interleave
 from grouped_core.formats import FORMATS, Format, QTensor
 from grouped_core.layout_steps import Arrays, run_steps
 from grouped_core.layouts import LAYOUTS, Layout, layout_option
+from grouped_core.lora_layout import is_factor
 from grouped_core.safetensors_file import Facts, numpy_dtype
 
 PARTS = ("values", "scales", "group_scales")
@@ -185,6 +187,8 @@ def saving(
     facts = {key: facts_of(value) for key, value in flat.items()}
     order = "gkn" if here.turned else "gnk"
     made = plan(facts, here, FILES[order], lambda _: (None, None), shard=shard, keep=True)
+    if shard.ranks > 1:
+        _check_same_on_all_ranks(made)
     if shard.rank:
         made.moves = [move for move in made.moves if _of_rank(made, move)]
     made.moves.sort(key=lambda move: -max(numpy_dtype(each.dtype).itemsize for each in move.facts))
@@ -197,6 +201,24 @@ def saving(
     if shard.ranks > 1:
         named = {}  # of members; files of one checkpoint have the same metadata
     return Saved(made, described(made, order, spec, named, shard.ranks), flat)
+
+
+_SCALING = re.compile(r"scaling[._](scale|history|top)$")
+"""Names of the state of delayed scaling, in either framework."""
+
+
+def _check_same_on_all_ranks(made: Plan) -> None:
+    """Refuses what belongs to the experts of a rank, but would be written by rank 0 alone, as other tensors are."""
+    for kind, place in made.units.units:
+        for move in made.moves:
+            key = move.sources[0]
+            own = not move.role and (is_factor(key) or _SCALING.search(key) is not None)
+            if own and kind != "shared" and key.startswith(f"{place}." if place else ""):
+                raise ValueError(
+                    f"`{key}` of a checkpoint of several ranks: of the experts of one rank, expected weights, biases "
+                    "and tensors that are the same on all ranks; merge adapters, and save the others apart, or use the "
+                    "framework's own distributed checkpoints."
+                )
 
 
 def _of_rank(made: Plan, move: Move) -> bool:

@@ -119,6 +119,8 @@ def layer_options(layer: str, rank: Any, alpha: Any, dropout: Any) -> LayerOptio
         raise TypeError(f"`lora_rank` of {layer}: {rank!r}, expected an integer or None; pass a rank such as 16.")
     if not 1 <= rank <= MAX_RANK:
         raise ValueError(f"`lora_rank` of {layer}: {rank}, expected 1 to {MAX_RANK}; choose one of these.")
+    if alpha is not None and not (isinstance(alpha, _NUMBERS) and not isinstance(alpha, bool) and math.isfinite(alpha)):
+        raise ValueError(f"`lora_alpha` of {layer}: {alpha!r}, expected a finite number or None; pass one such as 32.")
     scaling = 1.0 if alpha is None else alpha / rank
     option(LORA, scaling, dropout, object() if dropout else None)
     return LayerOptions(rank, float(scaling), float(dropout))
@@ -128,10 +130,12 @@ def pair_option(given: Any, name: str = LORA) -> tuple[Any, Any]:
     """`lora=` of a public function, or a part of it, as (A, B).
 
     Raises:
-        ValueError: it is not a pair.
+        ValueError: it is not a pair, or lacks a factor.
     """
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise ValueError(f"`{name}`: {type(given).__name__}, expected a pair (A, B); pass both factors.")
+    if given[0] is None or given[1] is None:
+        raise ValueError(f"`{name}`: None in its pair, expected (A, B); pass both factors.")
     return given[0], given[1]
 
 

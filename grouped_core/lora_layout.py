@@ -22,6 +22,12 @@ def is_factor(key: str) -> bool:
     return _FACTOR.fullmatch(key) is not None
 
 
+def _check_arrays(a: Any, b: Any, names: Sequence[str]) -> None:
+    for name, each in zip(names, (a, b), strict=True):
+        if not hasattr(each, "swapaxes"):
+            raise TypeError(f"`{name}`: {type(each).__name__}, expected an array; pass the weights of one adapter.")
+
+
 def from_peft(
     a: Array, b: Array, groups: int, names: Sequence[str] = ("a", "b"), *, transposed: bool
 ) -> tuple[Array, Array]:
@@ -32,11 +38,12 @@ def from_peft(
         transposed: A [G, r, K] and B [G, N, r]; else A [G, K, r] and B [G, r, N].
 
     Raises:
-        TypeError: `groups` is not an integer. ValueError: it is not positive, they are not matrices, or their ranks
-            differ or are no multiple of G.
+        TypeError: `groups` is not an integer, or one is no array. ValueError: it is not positive, they are not
+            matrices, or their ranks differ or are no multiple of G.
     """
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise TypeError(f"`num_experts`: {groups!r}, expected an integer; pass the number of experts of the weights.")
+    _check_arrays(a, b, names)
     for name, each in zip(names, (a, b), strict=True):
         if len(each.shape) != 2:
             raise ValueError(
@@ -57,8 +64,9 @@ def to_peft(a: Array, b: Array, names: Sequence[str] = ("a", "b"), *, transposed
     """The inverse of `from_peft`.
 
     Raises:
-        ValueError: they have not three axes, or other groups or ranks.
+        TypeError: one is no array. ValueError: they have not three axes, or other groups or ranks.
     """
+    _check_arrays(a, b, names)
     axes = ("[G, r, K]", "[G, N, r]") if transposed else ("[G, K, r]", "[G, r, N]")
     r_axis = 1 if transposed else 2
     if len(a.shape) != 3 or len(b.shape) != 3 or (a.shape[0], a.shape[r_axis]) != (b.shape[0], b.shape[3 - r_axis]):

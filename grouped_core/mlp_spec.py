@@ -220,7 +220,9 @@ class MlpSpecs(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def restrict(needs: MlpNeeds, specs: MlpSpecs) -> MlpNeeds:
-    """`needs` without the operands that are absent."""
+    """`needs` without the operands that are absent. Raises TypeError if it is something else."""
+    if not isinstance(needs, MlpNeeds):
+        raise TypeError(f"`needs`: {type(needs).__name__}, expected MlpNeeds or None; pass one of them.")
     return needs._replace(
         probs=needs.probs and specs.probs is not None,
         wi_bias=needs.wi_bias and specs.wi_bias is not None,

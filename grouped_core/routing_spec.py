@@ -81,8 +81,9 @@ def router_option(
         TypeError: an option that counts something is not an integer. ValueError: an option is out of range, or two
             contradict each other.
     """
-    k, sinkhorn, num_groups, topk_groups, group_topk = integers(
-        "topk_router", k=k, sinkhorn=sinkhorn, num_groups=num_groups, topk_groups=topk_groups, group_topk=group_topk
+    k, sinkhorn = counts("topk_router", k=k, sinkhorn=sinkhorn)
+    num_groups, topk_groups, group_topk = integers(
+        "topk_router", num_groups=num_groups, topk_groups=topk_groups, group_topk=group_topk
     )
     if score not in SCORES:
         raise _wrong("score", repr(score), f"one of {', '.join(SCORES)}", "choose one of them")
@@ -144,6 +145,11 @@ def integers(function: str, **numbers: Any) -> tuple[Any, ...]:
         TypeError: one is not an integer.
     """
     return tuple(None if value is None else _integer(function, name, value) for name, value in numbers.items())
+
+
+def counts(function: str, **numbers: Any) -> tuple[int, ...]:
+    """`integers` for options that cannot be None."""
+    return tuple(_integer(function, name, value) for name, value in numbers.items())
 
 
 def _integer(function: str, name: str, value: Any) -> int:

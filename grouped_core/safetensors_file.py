@@ -194,6 +194,10 @@ def write(
     Raises:
         ValueError: values do not have the facts of their entry, or are not those of `entries`.
     """
+    if "__metadata__" in entries:
+        raise ValueError(
+            "`__metadata__` of a checkpoint: a tensor of the name of metadata, expected another; rename it."
+        )
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for name, facts in entries.items():

@@ -18,7 +18,7 @@ import jax
 from grouped_core import checkpoint_files, checkpoint_tensors, lora_layout, safetensors_file
 from grouped_core.checkpoint_files import SUFFIX, Files, Model, loading, part_file, unused_message
 from grouped_core.checkpoint_fp8 import dequantized
-from grouped_core.checkpoint_metadata import NAME, Spec
+from grouped_core.checkpoint_metadata import NAME, Spec, beside
 from grouped_core.checkpoint_plan import Plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
 from grouped_core.layouts import LAYOUTS
@@ -56,7 +56,7 @@ def save(path: str | os.PathLike[str], tree: Any, spec: Spec = None, *, shard: t
     if empty := [key for key, value in whole.flat.items() if isinstance(value, jax.ShapeDtypeStruct)]:
         raise ValueError(f"`{empty[0]}` of save: a ShapeDtypeStruct, expected values; load or initialise it first.")
     acts = whole.activations
-    given = {**acts, **spec} if isinstance(spec, Mapping) else acts if acts and spec is None else spec
+    given = beside(spec, acts)
     made = checkpoint_tensors.saving(whole.flat, _LAYOUT, given, facts_of, {}, ranks)
     if ranks.ranks == 1 and Path(path).suffix != SUFFIX:
         from jax_grouped import _orbax

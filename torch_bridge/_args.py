@@ -258,7 +258,8 @@ def mlp_arguments(
     routed = names is ROUTED_NAMES
     refuse_transforms("routed_mlp" if routed else "grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
     sizes, rows_hint = (group_sizes, 0) if routed else unwrap(group_sizes)
-    bounds = recipe if isinstance(recipe, tuple) else (recipe_option(recipe),)
+    of_layers = isinstance(recipe, tuple) and len(recipe) == 2 and isinstance(recipe[0], BoundRecipe)
+    bounds = recipe if of_layers else (recipe_option(recipe),)
     pinned = implementation_names(implementation)
     paired = is_pair(wi)
     options = (names, bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint, pinned, paired)
@@ -451,10 +452,17 @@ def _arguments(
             arrays, key = (*arrays, bound.key, *own), (*key, bound.key is None)
     cache = found = None
     if is_plain or not is_compiling():  # otherwise lengths may be symbols, which have no hash
-        cache = _checked.get(key)
-        if cache is None:
-            cache = _checked.keep(key, facts_cache())
-        found = cache.find(arrays)
+        try:
+            cache = _checked.get(key)
+            if cache is None:
+                cache = _checked.keep(key, facts_cache())
+            for each in arrays:
+                if type(each) is Tensor and each.is_neg():  # facts do not show it; the checks refuse it
+                    break
+            else:
+                found = cache.find(arrays)
+        except TypeError:  # an option without a hash, such as a list, which the checks refuse
+            pass
     if found is None:
         checked_sizes, op, specs = check(operands, bounds, options, masters or (None,) * (1 + len(weights)))
         found = Checked(op, specs, lists_of(leaves_of, biases), names)

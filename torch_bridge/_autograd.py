@@ -26,7 +26,7 @@ from torch_bridge._gradients import (
 )
 from torch_bridge._record import Prepared
 from torch_bridge._scaling import Scaling, with_copied_scales
-from torch_bridge._tensors import Form, Layouts, pack, unpack
+from torch_bridge._tensors import Form, Layouts, as_read, pack, unpack
 
 Owners = tuple[Owner | None, ...]
 """For each product, the parameters and queue of the module that owns its weight, or None."""
@@ -289,7 +289,7 @@ _apply: Callable[..., Any] = _parent.apply
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dy = dy.contiguous()
+    dy = as_read(dy)
     saved, rest = ctx.facts
     operation, biases, routes, accumulators, buffer, for_leaf = rest
     if buffer is not None or any(accumulators):

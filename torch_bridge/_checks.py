@@ -21,14 +21,10 @@ ROUTED_NAMES = MlpNames(sizes="experts", probs="weights")
 """Names of the arguments of the operations in messages."""
 
 
-def check_operand(name: str, value: Tensor, x: Tensor) -> None:
+def check_operand(name: str, value: Any, x: Tensor) -> None:
     """Checks for a contiguous tensor on the device of `x`. Raises TypeError or ValueError otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"`{name}`: {type(value).__name__}, expected a torch.Tensor; convert it first.")
-    if is_distributed(value):
-        raise ValueError(
-            f"`{name}`: a DTensor, expected the local part, because each rank computes by itself; call `.to_local()`."
-        )
     if value.device != x.device:
         raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `x`; move it with `.to`.")
     check_layout(name, value)
@@ -40,9 +36,21 @@ def check_operand(name: str, value: Tensor, x: Tensor) -> None:
         )
 
 
+def _check_local(name: str, value: Tensor) -> None:
+    if is_distributed(value):
+        raise ValueError(
+            f"`{name}`: a DTensor, expected the local part, because each rank computes by itself; call `.to_local()`."
+        )
+
+
 def check_layout(name: str, value: Tensor) -> None:
-    """Refuses tensors without plain dense memory: sparse, nested, quantised and foreign layouts."""
+    """Refuses tensors without plain dense memory: DTensors, sparse, nested, quantised, foreign, lazily negated ones."""
+    _check_local(name, value)
     if value.layout is torch.strided and not value.is_nested and not value.is_quantized:
+        if not is_compiling() and value.is_neg():
+            raise ValueError(
+                f"`{name}`: a lazily negated view, expected a tensor whose memory has its signs; call `.resolve_neg()`."
+            )
         return
     came = "nested" if value.is_nested else "quantised" if value.is_quantized else f"layout {value.layout}"
     raise ValueError(f"`{name}`: {came}, expected a plain dense tensor; convert it, e.g. with `.to_dense()`.")
@@ -57,6 +65,23 @@ def check_memory(name: str, value: Tensor) -> None:
     if value.untyped_storage().nbytes() == 0:
         raise ValueError(
             f"`{name}`: its storage is empty, expected elements; gather or restore a sharded parameter first."
+        )
+
+
+def check_kind(name: str, function: str, value: Any, kind: type, source: str) -> None:
+    """Refuses an argument that is not what the function `source` returned. Raises TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"`{name}` of {function}: {type(value).__name__}, expected {kind.__name__}; pass what {source} returned."
+        )
+
+
+def check_group(function: str, process_group: Any) -> None:
+    """Refuses anything but a process group. Raises TypeError."""
+    if not isinstance(process_group, torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"`process_group` of {function}: {type(process_group).__name__}, expected a "
+            "torch.distributed.ProcessGroup; pass one, such as torch.distributed.group.WORLD for all ranks."
         )
 
 
@@ -154,3 +179,13 @@ def refuse_vmap(name: str) -> None:
             raise NotImplementedError(
                 f"{name} under torch.func.vmap: expected plain tensors; fold a mapped axis into rows or groups."
             )
+
+
+def check_gradients(name: str, operands: Sequence[Any]) -> None:
+    """Refuses DTensors, and several dy at once (`is_grads_batched`, vectorised Jacobians); `name` is for messages."""
+    for each in operands:
+        _check_local(f"an operand of {name}", each)
+    if any(isinstance(each, Tensor) and _functorch.is_legacy_batchedtensor(each) for each in operands):
+        raise NotImplementedError(
+            f"{name} of batched gradients: a tensor under vmap, expected a plain one; differentiate once per gradient."
+        )

@@ -25,7 +25,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_spec import check_shared
 from torch_bridge import _autocast, _exchange, _routing, _symmetric, route
 from torch_bridge._args import Accumulators, Members
-from torch_bridge._checks import check_operand
+from torch_bridge._checks import check_group, check_operand
 from torch_bridge._expert_lora import AdapterOptions, check_adapters
 from torch_bridge._router import router_logits
 from torch_bridge._tensors import E8M0, StraightThrough, dtype_name, rows_spec
@@ -231,11 +231,7 @@ def transport_option(
             f"`transport` of {function}: {transport!r}, expected {', '.join(TRANSPORTS)} or an object with `dispatch` "
             "and `combine`; all_to_all is the default."
         )
-    if not isinstance(process_group, torch.distributed.ProcessGroup):
-        raise TypeError(
-            f"`process_group` of {function}: {type(process_group).__name__}, expected a "
-            "torch.distributed.ProcessGroup; pass torch.distributed.group.WORLD for all ranks."
-        )
+    check_group(function, process_group)
     return TRANSPORTS[transport](process_group, budget_factor, codes)
 
 

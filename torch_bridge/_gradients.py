@@ -217,7 +217,8 @@ class Route:
             for at, each in zip(self.live, made, strict=True):
                 results[at] = each
             return results
-        packed, count = self.packed, self.parts
+        packed, count, tokens = self.packed, self.parts, gradient.tokens
+        rows = (gradient.rows if tokens is None else tokens.x, gradient.dy)
 
         def launch(destinations: list[Tensor], live: list[int], accumulate: bool) -> None:
             gradient.into(destinations, live, count, packed=packed, accumulate=accumulate)
@@ -231,7 +232,7 @@ class Route:
             launch,
             flags=self.flags,
             delayed=self.delayed,
-            operands=gradient.tensors() if self.delayed is not None else (),
+            operands=rows if self.delayed is None else gradient.tensors(),
             dtype=TORCH_DTYPES[gradient.op.gradient_dtype(gradient.weight)],
         )
 

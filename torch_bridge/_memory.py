@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C import _dynamo  # pyright: ignore[reportAttributeAccessIssue]
 
-from grouped_core import _native
+from grouped_core import _native, memory
 from torch_bridge._checks import device_integers
 
 EXCHANGE = _native.Exchange(Tensor, torch.nn.Parameter, torch.get_num_threads)
@@ -27,6 +28,37 @@ raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 empty_on_cpu: Callable[..., Tensor] = _dynamo.guards._empty_strided_cpu  # (shape, strides, dtype) -> new tensor
 empty_on_cuda: Callable[..., Tensor] = _dynamo.guards._empty_strided_cuda  # on the current device
+
+
+def are_apart(written: Sequence[Tensor], weights: Sequence[Tensor], rows: Sequence[object]) -> bool:
+    """Whether none of the plain tensors `written` overlaps another one, the weights, or those of `rows` that are plain.
+
+    Each of the first two has one shape, and usually keeps its addresses, by which the result is cached.
+    """
+    lengths = (written[0].nbytes, weights[0].nbytes)
+    try:
+        addresses = EXCHANGE.addresses((*written, *weights))
+    except ValueError:  # FSDP has freed a weight
+        return False
+    places = _places(addresses, len(written), *lengths)
+    if places is None:
+        return False
+    for each in rows:
+        if type(each) is Tensor:
+            start = each.data_ptr()
+            at = bisect_left(places, start + each.nbytes)
+            if at and places[at - 1] + lengths[0] > start:
+                return False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def _places(addresses: bytes, written: int, length: int, other: int) -> list[int] | None:
+    """The first `written` addresses in order; None if two of the memory ranges overlap."""
+    found = memoryview(addresses).cast("q").tolist()
+    lengths = [length] * written + [other] * (len(found) - written)
+    return sorted(found[:written]) if memory.are_apart([*zip(found, lengths, strict=True)]) else None
+
 
 ALIGNMENT = 16
 """Fast kernels need addresses that are multiples of this many bytes."""

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from grouped_core.debug import debug_flags
 from torch_bridge import _codec, _fake, _record
+from torch_bridge._checks import check_gradients
+from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._record import Prepared, Rule, prepare, results_of
 from torch_bridge._tensors import Flat, Layout, Leaf, flatten_all, unflatten, written_leaves
@@ -109,6 +111,8 @@ def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any
     if is_plain and EXCHANGE.describe(tuple(leaves)) is not None:
         return _record.execute(_record.program_for(prepared, layouts, leaves, rows), leaves, rows)
     rule, static = prepared.rule, prepared.static
+    if not is_compiling():
+        check_gradients(rule.name, leaves)
     read, written, text = _taken(rule, static, layouts, leaves)
     found = _fake.fake(rule, static, layouts, leaves, rows)
     made = found.recording.made()

@@ -40,17 +40,26 @@ def convert_optimizer(
         parameter; scalars such as `step` are copied where a parameter is divided.
 
     Raises:
-        ValueError: scalars or groups of parameters that are merged differ, a part has no state, or shapes do not fit.
+        TypeError: an argument has another type. ValueError: scalars or groups of parameters that are merged differ, a
+            part has no state, or shapes do not fit.
     """
     given = interleave_option(interleave)
     here, there = layout_option(source_layout, "source_layout"), layout_option(target_layout, "target_layout")
     pair = (fixed_or(here, given[0]), fixed_or(there, given[1]))
-    listed = _listed(names)
+    _check_kinds(state, names, target)
+    listed, own = _listed(names), _facts(names)
     ids = [each for group in state["param_groups"] for each in group["params"]]
     if len(ids) != len(listed):
         raise ValueError(
             f"`names` of convert_optimizer: {len(listed)} names for {len(ids)} parameters, expected one each; pass "
             "those that the optimiser got, in its order."
+        )
+    recorded = [name for group in state["param_groups"] for name in group.get("param_names", ())]
+    if recorded != listed and sorted(recorded) == sorted(listed):
+        first = next(at for at, name in enumerate(recorded) if name != listed[at])
+        raise ValueError(
+            f"`names` of convert_optimizer: `{listed[first]}` in place {first}, expected `{recorded[first]}` as "
+            "the state records; pass the names of all groups, one group after another."
         )
     params = dict(target.named_parameters()) if isinstance(target, Module) else dict(target)
     by_name = dict(zip(listed, ids, strict=True))
@@ -64,6 +73,12 @@ def convert_optimizer(
         if not tensors:
             continue
         facts = {name: Facts(tuple(value.shape), name_of(value.dtype)) for name, value in tensors.items()}
+        for name, each in facts.items():
+            if name in own and each.shape != own[name].shape:
+                raise ValueError(
+                    f"`{kind}` of `{name}`: shape {each.shape}, expected {own[name].shape} = shape of the parameter; "
+                    "pass `names` in the order of the optimiser, or make a new one if its states are factored."
+                )
         first = next(iter(facts.values())).dtype
         wanted = {
             name: Facts(tuple(p.shape), facts[name].dtype if name in facts else first) for name, p in params.items()
@@ -80,12 +95,28 @@ def convert_optimizer(
                 new[name][kind] = part.contiguous().clone() if move.steps else part
         whole = whole or made
     if whole is None:
-        facts = _facts(names)
+        facts = own
         wanted = {name: Facts(tuple(each.shape), name_of(each.dtype)) for name, each in params.items()}
         whole = plan(facts, here, there, lambda _: pair, targets=wanted) if facts else _plain(listed, params)
     for move in whole.moves:
         _copy_scalars(move, held, new)
     return {**state, "state": _numbered(new, params), "param_groups": _groups(state, whole, by_name, params)}
+
+
+def _check_kinds(state: Any, names: Any, target: Any) -> None:
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        raise TypeError(
+            f"`state` of convert_optimizer: {type(state).__name__}, expected a state dict; pass "
+            "`optimizer.state_dict()`."
+        )
+    kinds = (("names", names, (Module, Mapping, Sequence)), ("target", target, (Module, Mapping)))
+    for name, value, known in kinds:
+        if not isinstance(value, known) or isinstance(value, str):
+            also = ", or names" if Sequence in known else ""
+            raise TypeError(
+                f"`{name}` of convert_optimizer: {type(value).__name__}, expected a module, or parameters by "
+                f"name{also}; pass those of the optimiser in its order."
+            )
 
 
 def _listed(names: Names) -> list[str]:

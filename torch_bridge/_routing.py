@@ -17,7 +17,7 @@ from torch_bridge import _saved
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import once_differentiable
 from torch_bridge._operators import call, define
-from torch_bridge._tensors import dtype_name
+from torch_bridge._tensors import as_read, dtype_name
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -30,7 +30,7 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
 
 def once(name: str, ctx: Any, upstream: Sequence[Tensor | None], backward: Callable[..., Gradients]) -> Gradients:
     """`backward(ctx, *upstream)`, whose results refuse to be differentiated; `name` of the function is for messages."""
-    upstream = [None if each is None else each.contiguous() for each in upstream]
+    upstream = [None if each is None else as_read(each) for each in upstream]
     if is_compiling() or not torch.is_grad_enabled():
         return backward(ctx, *upstream)
     with torch.no_grad():

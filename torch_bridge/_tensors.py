@@ -20,6 +20,7 @@ from grouped_core.formats import Format, QTensor
 from grouped_core.products import Cached, Paired
 from grouped_core.quantizing import Extras
 from torch_bridge._cache import MOST, Cache
+from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE, FactsCache
 
 DTYPES: dict[torch.dtype, str] = {
@@ -85,6 +86,14 @@ class StraightThrough:
 
     master: Tensor
     q: QTensor[Tensor]
+
+
+def as_read(gradient: Tensor) -> Tensor:
+    """A gradient that autograd hands over as kernels read it: contiguous, no lazily negated view, no zero tensor."""
+    gradient = gradient.contiguous()
+    if is_compiling() or not (gradient.is_neg() or gradient._is_zerotensor()):
+        return gradient
+    return gradient.clone(memory_format=torch.contiguous_format)
 
 
 def master_of(operand: Any) -> Any:

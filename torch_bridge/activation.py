@@ -17,7 +17,7 @@ from torch_bridge._checks import check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import once_differentiable
 from torch_bridge._operators import call, define
-from torch_bridge._tensors import rows_spec, settle_rows
+from torch_bridge._tensors import as_read, rows_spec, settle_rows
 from torch_bridge.sizes import every_row
 
 
@@ -91,7 +91,7 @@ class _Scaled(torch.autograd.Function):
 def _backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
     h, sizes, probs = ctx.saved_tensors
     sizes = every_row(h) if sizes is None else sizes
-    dh, dp = call(_GRADS, ctx.static, _GradOperands(h, sizes, probs, dz.contiguous()), h.shape[0])
+    dh, dp = call(_GRADS, ctx.static, _GradOperands(h, sizes, probs, as_read(dz)), h.shape[0])
     return None, None, dh, None if dp is None else dp.to(ctx.probs_dtype)
 
 

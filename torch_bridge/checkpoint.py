@@ -18,7 +18,7 @@ from torch.nn import Module
 from grouped_core import checkpoint_tensors, lora_layout, safetensors_file
 from grouped_core.checkpoint_files import Model, loading, opened, part_file, unused_message
 from grouped_core.checkpoint_fp8 import dequantized
-from grouped_core.checkpoint_metadata import NAME, Spec
+from grouped_core.checkpoint_metadata import NAME, Spec, beside
 from grouped_core.checkpoint_plan import fixed_or, interleave_option, plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
 from grouped_core.formats import QTensor
@@ -62,16 +62,19 @@ def save(
             mesh of one axis as `parallel.shard_experts` does, say it themselves; every rank then calls this.
 
     Raises:
-        ValueError: experts with a gate have no known activation; tensors are no local ones. TypeError: no tensors.
-        OSError: the file cannot be written.
+        ValueError: experts with a gate have no known activation, or `spec` another than their module; tensors are no
+            local ones; with several ranks, adapters, states of delayed scaling, or grouped layers outside of an MLP.
+            TypeError: no tensors. OSError: the file cannot be written.
     """
     flat, modules = _flattened(tree_or_module)
     if meta := [key for key, value in flat.items() if isinstance(value, Tensor) and value.is_meta]:
         raise ValueError(f"`{meta[0]}` of save: on the meta device, expected values; load or initialise it first.")
     flat, shard = _own_experts(flat, modules, shard)
     acts = {place: mlp.activation for place, mlp in _mlps(modules).items()}
-    given = {**acts, **spec} if isinstance(spec, Mapping) else acts if acts and spec is None else spec
+    given = beside(spec, acts)
     placed = shard_option(shard)
+    if placed.ranks > 1:
+        _check_numbered(modules)
     formats = {name: formats_of(weight.q) for name, weight in _quantised(modules).items()}
     made = checkpoint_tensors.saving(flat, _LAYOUT, given, _facts, formats, placed)
     entries = {key: facts for move in made.plan.moves for key, facts in zip(move.targets, move.facts, strict=True)}
@@ -168,6 +171,7 @@ def convert(
         ValueError: a tensor is ambiguous, incomplete or does not fit. TypeError: an argument has another type.
     """
     flat, _ = _flattened(tree)
+    _check_kinds(flat)
     return checkpoint_tensors.converted(flat, source, target, interleave, _facts, TORCH)
 
 
@@ -215,20 +219,21 @@ def from_peft(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         A [G, r, K] and B [G, N, r], contiguous, without gradient. PEFT's scaling is not part of them.
 
     Raises:
-        TypeError: `num_experts` is not an integer. ValueError: shapes do not fit each other or G experts.
+        TypeError: `num_experts` is not an integer, or one is no tensor. ValueError: shapes do not fit each other or
+            G experts.
     """
-    made = lora_layout.from_peft(a.detach(), b.detach(), num_experts, transposed=True)
-    return made[0].contiguous(), made[1].contiguous()
+    made = lora_layout.from_peft(a, b, num_experts, transposed=True)
+    return made[0].detach().contiguous(), made[1].detach().contiguous()
 
 
 def to_peft(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `from_peft`: PEFT's two matrices, contiguous, from A [G, r, K] and B [G, N, r].
 
     Raises:
-        ValueError: the shapes are not those of one adapter.
+        TypeError: one is no tensor. ValueError: the shapes are not those of one adapter.
     """
-    made = lora_layout.to_peft(a.detach(), b.detach(), transposed=True)
-    return made[0].contiguous(), made[1].contiguous()
+    made = lora_layout.to_peft(a, b, transposed=True)
+    return made[0].detach().contiguous(), made[1].detach().contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,6 +282,19 @@ def _mlps(modules: Mapping[str, Module]) -> dict[str, GroupedMLP]:
     }
 
 
+def _check_numbered(modules: Mapping[str, Module]) -> None:
+    """Refuses layers whose experts are not numbered among all, so that only rank 0 would write its own."""
+    parts = {id(layer) for mlp in _mlps(modules).values() for layer in mlp.modules()}
+    for path, module in modules.items():
+        for name, each in module.named_modules():
+            if isinstance(each, GroupedLinear) and id(each) not in parts:
+                raise ValueError(
+                    f"`{join(path, name) or 'GroupedLinear'}` of save by several ranks: a grouped layer outside of "
+                    "an MLP, expected GroupedMLP or MoE, whose experts are numbered among all; save it on each rank "
+                    "apart, or use torch.distributed.checkpoint."
+                )
+
+
 def _own_experts(
     flat: dict[str, Any], modules: Mapping[str, Module], shard: tuple[int, int] | None
 ) -> tuple[dict[str, Any], tuple[int, int] | None]:
@@ -298,7 +316,8 @@ def _own_experts(
         mesh, place = value.device_mesh, value.placements[0]
         axis = value.dim() - 1 if key.rpartition(".")[2] in _STATE else 0
         given = (mesh.get_local_rank(), mesh.size()) if mesh.ndim == 1 else None
-        if given is None or not place.is_shard(axis) or value.shape[axis] % mesh.size():
+        of_one = mesh.size() > 1 and key[-1].isdigit()  # a parameter per expert, cut by FSDP2
+        if given is None or of_one or not place.is_shard(axis) or value.shape[axis] % mesh.size():
             raise ValueError(
                 f"`{key}` of a checkpoint: a DTensor placed {value.placements} on {mesh.ndim} axes, expected experts "
                 "in equal parts over one axis; redistribute it, or use torch.distributed.checkpoint."
@@ -309,7 +328,14 @@ def _own_experts(
                 "these numbers; leave it out."
             )
         shard, found[key] = given, value.to_local()
+    _check_kinds(found)
     return found, shard
+
+
+def _check_kinds(flat: Mapping[str, Any]) -> None:
+    for key, value in flat.items():
+        if isinstance(value, Tensor) and not isinstance(value, QuantizedWeight):
+            _facts(value, f"`{key}`")
 
 
 def _quantised(modules: Mapping[str, Module]) -> dict[str, QuantizedWeight]:
@@ -327,22 +353,22 @@ def _taken_plain(weights: Mapping[str, QuantizedWeight], entries: Mapping[str, F
     return {} if quantised else dict(weights)
 
 
-def _facts(value: Any) -> Facts:
-    """The facts of a tensor.
+def _facts(value: Any, name: str = "tensor") -> Facts:
+    """The facts of a tensor; `name` is for messages.
 
     Raises:
         ValueError: it is a DTensor, not dense, or of a dtype that files do not have.
     """
     if is_distributed(value):
         raise ValueError(
-            f"tensor of a checkpoint: a DTensor of shape {tuple(value.shape)}, expected local tensors; pass those of "
+            f"{name} of a checkpoint: a DTensor of shape {tuple(value.shape)}, expected local tensors; pass those of "
             "`to_local()` with `shard=(rank, ranks)`, or use torch.distributed.checkpoint."
         )
     if value.layout is not torch.strided:
         raise ValueError(
-            f"tensor of a checkpoint: {value.layout}, expected a dense one; convert it with `.to_dense()`."
+            f"{name} of a checkpoint: {value.layout}, expected a dense one; convert it with `.to_dense()`."
         )
-    name = name_of(value.dtype)
-    if name not in DTYPES:
-        raise ValueError(f"tensor of a checkpoint: dtype {name}, expected one of {', '.join(DTYPES)}; convert it.")
-    return Facts(tuple(value.shape), name)
+    dtype = name_of(value.dtype)
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} of a checkpoint: dtype {dtype}, expected one of {', '.join(DTYPES)}; convert it.")
+    return Facts(tuple(value.shape), dtype)

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from grouped_core import memory
 from grouped_core.formats import WIDE
-from grouped_core.memory import Span
+from torch_bridge._args import check_apart
 from torch_bridge._checks import address, distributed_like, is_distributed, local
+from torch_bridge._memory import are_apart
 from torch_bridge._tensors import dtype_name
 
 Write = Callable[[list[Tensor], list[int], bool], None]
@@ -42,29 +42,33 @@ def destination(weight: Any, name: str) -> Tensor:
     """
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()
-    found = getattr(weight, "main_grad", None)
-    weight, found = local(weight), None if found is None else local(found)
+    weight, found = local(weight), local(getattr(weight, "main_grad", None))
     shape = tuple(weight.shape)
-    if found is None:
+    if not isinstance(found, Tensor):
+        came = "missing" if found is None else type(found).__name__
         raise RuntimeError(
-            f"`main_grad` of `{name}`: missing, expected a tensor that views as {shape}; create it before backward, "
+            f"`main_grad` of `{name}`: {came}, expected a tensor that views as {shape}; create it before backward, "
             "and pass the Parameter that has it, not a cast or a view of it."
         )
-    facts = f"shape {tuple(found.shape)}, strides {tuple(found.stride())}, {found.dtype} on {found.device}"
     if found.device != weight.device:
         raise RuntimeError(
-            f"`main_grad` of `{name}`: {facts}, expected it on {weight.device} with its weight; allocate it there."
+            f"`main_grad` of `{name}`: {_facts(found)}, expected it on {weight.device} with its weight; "
+            "allocate it there."
         )
     if dtype_name(found.dtype) not in WIDE:
         raise RuntimeError(
-            f"`main_grad` of `{name}`: {facts}, expected one of {', '.join(WIDE)}; allocate it in one of them."
+            f"`main_grad` of `{name}`: {_facts(found)}, expected one of {', '.join(WIDE)}; allocate it in one of them."
         )
     if found.numel() != weight.numel() or not found.is_contiguous():
         raise RuntimeError(
-            f"`main_grad` of `{name}`: {facts}, expected a contiguous tensor that views as {shape} without a copy; "
-            "allocate it so."
+            f"`main_grad` of `{name}`: {_facts(found)}, expected a contiguous tensor that views as {shape} without "
+            "a copy; allocate it so."
         )
     return found.detach().view(shape)
+
+
+def _facts(found: Tensor) -> str:
+    return f"shape {tuple(found.shape)}, strides {tuple(found.stride())}, {found.dtype} on {found.device}"
 
 
 def write(
@@ -74,17 +78,20 @@ def write(
     overwrite: Sequence[bool] | None,
     live: Sequence[int],
     launch: Write,
+    operands: Sequence[Any] = (),
 ) -> None:
     """Writes the gradients of the weights at `live`, with one launch per dtype and mode (add or overwrite).
 
     Args:
         given: destinations instead of `main_grad`. overwrite: values instead of the attribute, for graphs that read it
             while they were traced.
+        operands: what `launch` reads, of which plain tensors are looked at.
 
     Raises:
-        ValueError: `main_grad` of two weights overlap.
+        ValueError: `main_grad` overlaps that of another weight, a weight, or the operands.
     """
     batches: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[int]]] = {}
+    found: list[Tensor] = []
     for at in live:
         to = given[at] if given is not None else None
         if to is None:
@@ -93,24 +100,32 @@ def write(
         tensors, groups = batches.setdefault((to.dtype, not replaces), ([], []))
         tensors.append(to)
         groups.append(at)
+        found.append(to)
     if given is None:
-        _check_apart(
-            [
-                (names[at], each)
-                for tensors, groups in batches.values()
-                for each, at in zip(tensors, groups, strict=True)
-            ]
-        )
+        _check_apart(names, live, found, weights, operands)
     for (_, accumulate), (tensors, groups) in batches.items():
         launch(tensors, groups, accumulate)
 
 
-def _check_apart(found: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuses destinations of one call that overlap, because tiles of one launch would write them concurrently."""
-    spans = [(at, each.nbytes if at else 0) for _, each in found for at in (address(each),)]
-    if not memory.are_apart(spans):
-        ordered = sorted((start, length, name) for (start, length), (name, _) in zip(spans, found, strict=True))
-        memory.check_apart([Span(f"main_grad of {name}", start, start + length) for start, length, name in ordered], ())
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+def _check_apart(
+    names: Sequence[str],
+    live: Sequence[int],
+    found: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    operands: Sequence[Any],
+) -> None:
+    """Refuses destinations that overlap each other, their weights, or the rows that one launch reads meanwhile."""
+    own = weights if len(live) == len(weights) else [weights[at] for at in live]
+    alike = _PLAIN.issuperset(map(type, own)) and type(found[0]) is Tensor and len({to.dtype for to in found}) == 1
+    if alike and not found[0].is_meta and are_apart(found, own, operands):
+        return
+    given = sorted(zip(found, live, strict=True), key=lambda each: address(each[0]))
+    written = [(f"main_grad of {names[at]}", to) for to, at in given]
+    read = [(names[at], weights[at]) for at in live if type(weights[at]) in _PLAIN]
+    check_apart(written, [*read, *[("x or dy", each) for each in operands if type(each) is Tensor]])
 
 
 def overwrites(weight: Tensor) -> bool:
@@ -136,7 +151,7 @@ def deliver(
     *,
     flags: bool,
     delayed: Delayed | None,
-    operands: Sequence[Tensor | None],
+    operands: Sequence[Any],
     dtype: torch.dtype,
 ) -> list[Tensor | None]:
     """What backward returns for each weight; those at `live` are written now, or later if there is a `delayed`.
@@ -144,17 +159,17 @@ def deliver(
     Args:
         weights, given, overwrite: as in `write`.
         flags: whether the gradients go to `main_grad` of Parameters that may have flags to set.
-        operands: the tensors that `launch` reads; they are kept until the entry of `delayed` has run.
+        operands: what `launch` reads, kept until the entry of `delayed` has run; without one, the rows.
         dtype: of gradients that an entry adds to `.grad`.
     """
     results: list[Tensor | None] = [None] * len(weights)
     if delayed is not None:
         tensors = [each for each in operands if each is not None]
         replaced = [overwrites(each) for each in weights]
-        mark = _finished(tensors[0].device)
+        mark = (_versions(tensors), *_finished(tensors[0].device))
         delayed.put(Entry(names, weights, live, replaced, flags, dtype, launch, tensors, *mark))
         return results
-    write(names, weights, given, overwrite, live, launch)
+    write(names, weights, given, overwrite, live, launch, operands)
     if flags:
         for at in live:
             results[at] = returned(weights[at])
@@ -206,6 +221,7 @@ class Entry(NamedTuple):
     dtype: torch.dtype  # of gradients that go to `.grad`, before the cast to the Parameter's dtype
     launch: Write
     operands: Sequence[Tensor]
+    versions: Sequence[int | None]  # of the operands in the main backward
     event: Any  # after it the operands are complete; None on the CPU and in a capture, where the caller keeps the order
     captured: bool
 
@@ -216,8 +232,13 @@ class Entry(NamedTuple):
             now: the layer's weights as they are now; they differ from those of backward if FSDP2 has resharded them.
         """
         _await(self)
+        if not self.captured and self.versions != _versions(self.operands):
+            raise RuntimeError(
+                "backward_dw: rows of a pending gradient were modified by an inplace operation since their backward, "
+                "expected the values of then; call backward_dw before x or the gradient of y is written."
+            )
         if self.to_main_grad:
-            write(self.names, self.weights, None, self.overwrite, self.live, self.launch)
+            write(self.names, self.weights, None, self.overwrite, self.live, self.launch, self.operands)
             for at in self.live:
                 placeholder = returned(self.weights[at])
                 if placeholder is not None and self.weights[at].grad is None:
@@ -243,6 +264,11 @@ def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
         weight.grad = gradient
     else:
         weight.grad.add_(gradient)
+
+
+def _versions(operands: Sequence[Tensor]) -> list[int | None]:
+    """The versions of tensors, as far as they count them, which change with their values."""
+    return [None if each.is_inference() else each._version for each in operands]
 
 
 def _finished(device: torch.device) -> tuple[Any, bool]:

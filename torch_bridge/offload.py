@@ -76,6 +76,8 @@ def _say_once() -> None:
 
 
 def _checked_names(names: Iterable[str]) -> list[str]:
+    if not isinstance(names, Iterable):
+        raise TypeError(f"`names` of cpu_offload: {names!r}, expected names of tensors or None; pass a list of them.")
     found = [names] if isinstance(names, str) else list(names)
     for name in found:
         if name not in NAMES:

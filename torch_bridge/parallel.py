@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Module, Parameter
 
+from torch_bridge._checks import is_distributed
 from torch_bridge._expert_parallel import AllToAll as AllToAll
 from torch_bridge._expert_parallel import Arrived as Arrived
 from torch_bridge._expert_parallel import Handle as Handle
@@ -40,9 +41,18 @@ def shard_experts(module: Module, mesh: DeviceMesh, **how: Any) -> Module:
         how: `transport`, `budget_factor`, `send` and `chunks` of every `nn.MoE`.
 
     Raises:
-        ValueError: a layer has one parameter per group, or a number of groups that the ranks do not divide; then no
-            layer was changed.
+        TypeError: not a module, or not a mesh. ValueError: the mesh has several axes; a layer has one parameter per
+            group, an adapter, quantised weights or DTensors, or a number of groups that the ranks do not divide. Then
+            no layer was changed.
     """
+    for name, given, kind in (("module", module, Module), ("mesh", mesh, DeviceMesh)):
+        if not isinstance(given, kind):
+            raise TypeError(f"`{name}` of shard_experts: {type(given).__name__}, expected a {kind.__name__}; pass one.")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"`mesh` of shard_experts: {mesh.ndim} axes, expected one, over which experts are spread; pass that part "
+            "of it, e.g. `mesh['expert']`."
+        )
     moes = [each for each in module.modules() if isinstance(each, MoE)]
     whole = {id(layer) for each in moes if each.shared is not None for layer in each.shared.modules()}
     named = [(path, each) for path, each in module.named_modules() if id(each) not in whole]
@@ -54,6 +64,12 @@ def shard_experts(module: Module, mesh: DeviceMesh, **how: Any) -> Module:
             raise ValueError(
                 f"{what}: one parameter per group, expected single ones to shard; build it with "
                 "`single_grouped_weight` and `single_grouped_bias`."
+            )
+        if layer.lora.rank or is_distributed(layer.weight):
+            came = "an adapter" if layer.lora.rank else "DTensors already"
+            raise ValueError(
+                f"{what}: {came}, expected plain weights alone to shard; shard before FSDP2, and with adapters build "
+                "each rank's layer with its own experts."
             )
         if isinstance(layer.weight, QuantizedWeight):
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,12 +43,19 @@ def expand_shard(members: Any, shard: Tensor | None, start: int | None) -> list[
 
     Raises:
         ValueError: a shard that is not 1-D, exceeds the buffer at either end, or has no start.
-        TypeError: a member that is not a tensor.
+        TypeError: a member or the shard that is not a tensor, a start that is not an integer.
     """
     if isinstance(members, QuantizedWeight):
         members = members.q if members.dim() == 3 else [members]
     if isinstance(members, Tensor):
         return [(members, shard, None if shard is None else start)]
+    if not isinstance(members, (QTensor, Iterable)):
+        raise TypeError(f"`members`: {type(members).__name__}, expected a weight or a list of weights; pass these.")
+    if not (shard is None or isinstance(shard, Tensor)) or not (start is None or hasattr(start, "__index__")):
+        raise TypeError(
+            f"`shard`, `start`: {type(shard).__name__} and {start!r}, expected a tensor and an integer; pass the flat "
+            "slice and where it starts."
+        )
     members = quantized_members(members) if isinstance(members, QTensor) else list(members)
     for at, each in enumerate(members):
         if not hasattr(each, "shape"):

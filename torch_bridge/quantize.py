@@ -17,7 +17,7 @@ from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _codec, _quantizing
-from torch_bridge._checks import NAMES, check_operand, refuse_vmap
+from torch_bridge._checks import NAMES, check_group, check_operand, refuse_vmap
 from torch_bridge._compiling import is_compiling
 from torch_bridge._quantizing import dequantized, quantized
 from torch_bridge._tensors import DTYPES, E8M0, StraightThrough, dtype_name, fixed_spec, parts_of, rows_spec
@@ -130,6 +130,8 @@ def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes:
     """(sizes as kernels read them, the result's dtype) for arguments that fit together."""
     check_quantized(q)
     refuse_vmap("dequantize")
+    if not isinstance(dtype, (torch.dtype, str, type(None))):
+        raise TypeError(f"`dtype` of dequantize: {type(dtype).__name__}, expected a torch.dtype or None; pass one.")
     wide = linear_spec.wide_option("dtype", None if dtype is None else DTYPES.get(dtype, str(dtype))) or q.dtype
     for part in parts_of(q):
         check_operand("q", part, q.values)
@@ -200,11 +202,7 @@ def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) ->
         if not state.scale.is_inference():
             torch.autograd.graph.increment_version(state.scale)  # caches of weights compare it
     if process_group is not None:
-        if not isinstance(process_group, torch.distributed.ProcessGroup):
-            raise TypeError(
-                f"`process_group`: {type(process_group).__name__}, expected a torch.distributed.ProcessGroup; "
-                "pass one, or None."
-            )
+        check_group("update_scaling", process_group)
         current = state.history[:, 0].contiguous()
         largest_of_ranks(current, process_group)
         state.history[:, 0].copy_(current)

@@ -82,6 +82,20 @@ class QuantizedWeight(Tensor):
     group_scales = property(lambda self: self.q.group_scales)
     other = property(lambda self: self.q.other)
 
+    @property
+    def data(self) -> Tensor:
+        """The weight without a history; to assign to it is to write to it."""
+        return Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:  # that of PyTorch replaces memory that is not there
+        if value.device != self.device:
+            raise ValueError(
+                f"`data` of a quantised weight: on {value.device}, expected {self.device} = its own device; move the "
+                "layer with `.to`."
+            )
+        self.store(value)
+
     def dequantize(self) -> Tensor:
         """The dequantised values, in the nominal dtype."""
         if self.q.values.is_meta:

@@ -20,7 +20,7 @@ from grouped_core.routing_spec import Router, router_option
 from grouped_core.routing_spec import alignment_for as alignment_for
 from torch_bridge import _codec, _routing
 from torch_bridge._cache import Cache
-from torch_bridge._checks import check_operand, refuse_transforms, refuse_vmap
+from torch_bridge._checks import check_group, check_kind, check_operand, refuse_transforms, refuse_vmap
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call
@@ -134,7 +134,7 @@ def topk_router(
         *(score, after_topk, normalize, scale, num_groups, topk_groups, group_topk),
         *(jitter, sinkhorn, capacity_factor, drop, aux_coeff, z_coeff),
     )
-    group = None if process_group is None else process_group.group_name
+    group = _name_of("topk_router", process_group)
     weights, chosen, load, aux_loss, z_loss, entropy, dropped, overflow = _run(
         "topk_router", logits, k, options, bias, mask, experts, key, sequence_sizes, group
     )
@@ -172,6 +172,10 @@ def _topk_router(
 
     def check(**specs: Any) -> Router:
         routing_spec.check_topk_router(k, **specs, jitter=options[7])
+        try:
+            hash(options)
+        except TypeError:  # such as a list, which is refused
+            return _router.__wrapped__(int(logits.shape[1]), k, options)
         return _router(int(logits.shape[1]), k, options)
 
     op = _checked("topk_router", tensors, (k, options), check)
@@ -230,7 +234,7 @@ def _permute(
     x: Tensor, experts: Tensor, probs: Tensor | None, num_groups: int, align: int, max_rows: int | None
 ) -> tuple[Tensor, ...]:
     refuse_transforms("permute", x, probs)
-    num_groups, align = routing_spec.integers("permute", num_groups=num_groups, align=align)
+    num_groups, align = routing_spec.counts("permute", num_groups=num_groups, align=align)
     if not isinstance(max_rows, torch.SymInt):
         (max_rows,) = routing_spec.integers("permute", max_rows=max_rows)
     static = PermuteFacts(num_groups, align, max_rows)
@@ -257,6 +261,7 @@ def unpermute(y: Tensor, permutation: Permutation, weights: Tensor | None = None
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices or layouts.
             RuntimeError: differentiated twice.
     """
+    check_kind("permutation", "unpermute", permutation, Permutation, "permute")
     return _run("unpermute", y, permutation.source, permutation.inverse, weights)[0]
 
 
@@ -363,7 +368,7 @@ def update_bias(bias: Tensor, load: Tensor, rate: float, *, process_group: Any =
     Raises:
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices or layouts.
     """
-    group = None if process_group is None else process_group.group_name
+    group = _name_of("update_bias", process_group)
     return _run("update_bias", bias, load, rate, group)[0]
 
 
@@ -404,7 +409,7 @@ def balance_quantile(
     Raises:
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices, layouts or options.
     """
-    group = None if process_group is None else process_group.group_name
+    group = _name_of("balance_quantile", process_group)
     return _run("balance_quantile", logits, bias, mask, (k, score, bins, low, high), group)[0]
 
 
@@ -471,6 +476,22 @@ def _node(name: str, *arguments: Any) -> tuple[Tensor, ...]:
     return _FUNCTIONS[name](*given)
 
 
+def _name_of(function: str, process_group: Any) -> str | None:
+    if process_group is None:
+        return None
+    check_group(function, process_group)
+    return process_group.group_name
+
+
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "topk_router": ("bias", "mask", "experts", "sequence_sizes", "key"),
+    "permute": ("probs",),
+    "unpermute": ("weights",),
+    "hash_experts": ("table",),
+    "balance_quantile": ("mask",),
+}
+"""The arguments that may be None."""
+
 _results: Cache[Any, Any] = Cache()
 
 
@@ -478,12 +499,16 @@ def _checked(name: str, tensors: dict[str, Any], static: Any, check: Callable[..
     """What `check` returns for the specs of the tensors, by name; cached under their facts and `static`."""
     facts = None if is_compiling() else EXCHANGE.describe(tuple(tensors.values()))
     key = (name, facts, static)
-    if facts is not None and key in _results:
-        return _results[key]
+    try:
+        if facts is not None and key in _results:
+            return _results[key]
+    except TypeError:  # an option without a hash, such as a list, which the checks refuse
+        facts = None
     first = next(iter(tensors.values()))
     for argument, each in tensors.items():
-        if each is not None:
-            check_operand(argument, each, first)
+        if each is None and argument in _OPTIONAL.get(name, ()):
+            continue
+        check_operand(argument, each, first)
     found = check(**{argument: _spec(argument, each) for argument, each in tensors.items()})
     return found if facts is None else _results.keep(key, found)
 

@@ -164,6 +164,11 @@ def _batches(
     """One batch per packed weight, in the order of their first member, which is the same on every rank."""
     if dtype is not None and dtype not in SOURCES:
         raise TypeError(f"`dtype`: {dtype}, expected one of {', '.join(map(str, SOURCES))}; choose one of them.")
+    if not len(weights) == len(shards) == len(starts):
+        raise ValueError(
+            f"`shards`, `starts`: {len(shards)} and {len(starts)} for {len(weights)} weights, expected one each; pass "
+            "None where this rank has nothing of a weight."
+        )
     found: dict[int, _Batch] = {}
     for at, (weight, shard, start) in enumerate(zip(weights, shards, starts, strict=True)):
         if not is_quantized_weight(weight) or not isinstance(weight, (QuantizedWeight, QTensor)):

@@ -74,6 +74,32 @@ def test_a_function_with_other_parameters_is_not_replaced() -> None:
 
 
 @pytest.mark.rule("HST-3")
+def test_a_registration_that_fails_halfway_changes_nothing() -> None:
+    class Host:
+        def forward(self) -> str:
+            return "own"
+
+        def other(self) -> str:
+            return "own"
+
+    def fails(own: Any) -> Any:
+        raise KeyError("no such option")
+
+    own = Host.forward, Host.other
+    first = Replacement(Host, "forward", ("self",), lambda own: lambda self: "first")
+    second = Replacement(Host, "other", ("self",), fails)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="no such option"):
+            register("seams", [first, second])
+        assert (Host.forward, Host.other) == own
+    with register("seams", [first]):
+        with pytest.raises(KeyError, match="no such option"):
+            register("seams", [first, second])
+        assert Host().forward() == "first"
+    assert (Host.forward, Host.other) == own
+
+
+@pytest.mark.rule("HST-3")
 def test_a_block_restores_the_function_even_if_it_raises() -> None:
     class Host:
         def forward(self) -> str:

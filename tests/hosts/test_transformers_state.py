@@ -82,6 +82,11 @@ def test_delayed_scaling_without_a_state_is_refused(registered: Any) -> None:
 
 
 def test_what_cannot_be_prepared_is_refused(registered: Any) -> None:
+    nothing: Any = None
+    with refused(ValueError, ["prepare: NoneType without experts", "expected a Recipe and a model", "pass both"]):
+        prepare(nothing, recipe=FP8Delayed)
+    with refused(ValueError, ["update_scaling: NoneType", "expected one in each", "prepare("]):
+        update_scaling(nothing)
     with refused(ValueError, ["prepare: Linear without experts", "expected a Recipe and a model", "pass both"]):
         prepare(torch.nn.Linear(2, 2), recipe=FP8Delayed)
     with refused(TypeError, ["`recipe` of prepare", "str", "expected a Recipe"]):

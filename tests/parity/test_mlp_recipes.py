@@ -226,6 +226,14 @@ def test_torch_parts_with_masters_buffers_and_what_has_no_gradient():
         torch_bridge.grouped_mlp_bwd_dx(res, dy, grad_input=dy)
     with asserts.refused(TypeError, ("`dy`", "float32", "bfloat16", "cast")):
         torch_bridge.grouped_mlp_bwd_dx(res, dy.float())
+    with asserts.refused(TypeError, ("`dy`", "NoneType", "expected a torch.Tensor", "convert")):
+        torch_bridge.grouped_mlp_bwd_dx(res, None)
+    with asserts.refused(TypeError, ("`res` of grouped_mlp_bwd_dx", "NoneType", "MlpResiduals", "grouped_mlp_fwd")):
+        torch_bridge.grouped_mlp_bwd_dx(None, dy)
+    with asserts.refused(TypeError, ("`deferred` of grouped_mlp_bwd_dw", "MlpResiduals", "Deferred", "_bwd_dx")):
+        torch_bridge.grouped_mlp_bwd_dw(res)
+    with asserts.refused(TypeError, ("`needs`", "tuple", "expected MlpNeeds or None", "pass one")):
+        torch_bridge.grouped_mlp_fwd(x, first, wo, sizes, needs=(True, False), **options)
     dx, *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy, grad_input=buffer)
     assert (z.data_ptr(), dx.data_ptr()) == (out.data_ptr(), buffer.data_ptr())
     valid = int(sizes.sum())

@@ -362,12 +362,13 @@ def _read_only(array: np.ndarray) -> np.ndarray:
     [
         (lambda o: {"x": [[1.0]]}, TypeError, ["`x`: list", "NumPy or CuPy array", "convert"]),
         (lambda o: {"w": None}, TypeError, ["`w`: NoneType", "NumPy or CuPy array", "convert"]),
+        (lambda o: {"w": np.ma.array(o["w"], mask=True)}, TypeError, ["`w`: a masked", "without a mask", "filled"]),
         (lambda o: {"x": o["x"].astype(">f4")}, TypeError, ["`x`: dtype >f4", "expected one of float32", "cast it"]),
         (lambda o: {"out": o["x"]}, ValueError, ["`out`: overlaps `x`", "of its own", "allocate"]),
         (lambda o: {"out": _read_only(np.ones_like(o["x"]))}, ValueError, ["`out`", "read-only", "written", "copy"]),
         (lambda o: {"recipe": "BF16"}, TypeError, ["`recipe`: str", "expected None or a Recipe", "pass one"]),
     ],
-    ids=["list", "none", "byte_order", "overlap", "read_only", "recipe"],
+    ids=["list", "none", "masked", "byte_order", "overlap", "read_only", "recipe"],
 )
 def test_arrays_that_do_not_fit(change, kind, parts):
     operands = _array_operands()

@@ -89,6 +89,9 @@ def test_matrices_that_do_not_fit_are_refused(frontend: str):
     for number in (True, 3.0):
         with asserts.refused(TypeError, ["`num_experts`", repr(number), "an integer", "pass the number"]):
             of.from_peft(a, b, number)
+    for bad in (lambda: of.from_peft(a, None, G), lambda: of.to_peft(a, None)):
+        with asserts.refused(TypeError, ["`b`: NoneType", "expected an array", "pass the weights"]):
+            bad()
     a, b = of.from_peft(a, b, G)
     for pair in ((a[0], b), (a, b[:2]), (b, a)):
         with asserts.refused(ValueError, ["`a`", "`b`", "one number of experts G and one rank r", "of one adapter"]):

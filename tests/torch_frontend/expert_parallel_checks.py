@@ -537,7 +537,7 @@ def experts_as_dtensors_are_spread_as_well(mesh: DeviceMesh) -> None:
         held = state[name]
         assert isinstance(held, DTensor) == name.startswith("experts."), name
         asserts.bitwise(held.full_tensor() if isinstance(held, DTensor) else held, whole, name)
-    with asserts.refused(ValueError, ["`process_group` of MoE", "spread already"]):
+    with asserts.refused(ValueError, ["layer `experts.linear_fc1`", "DTensors already"]):
         parallel.shard_experts(ours, mesh)
 
 

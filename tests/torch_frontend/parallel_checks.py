@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -37,6 +37,7 @@ from torch_bridge import (
     FP8Block,
     FP8Current,
     FP8Delayed,
+    checkpoint,
     grouped_linear,
     nn,
     parallel,
@@ -292,6 +293,24 @@ def other_placements_and_uses_are_refused(mesh: DeviceMesh) -> None:
         parallel.shard_experts(nn.GroupedLinear(4, 3, 3), mesh)
     with asserts.refused(ValueError, ["layer `linear_fc1`", "5 groups over 2 ranks", "divide"]):
         parallel.shard_experts(nn.GroupedMLP(5, 3, 3, single_grouped_weight=True), mesh)
+    with asserts.refused(ValueError, ["layer `linear_fc1`", "DTensors already", "expected plain", "before FSDP2"]):
+        parallel.shard_experts(spread, mesh)
+    with asserts.refused(ValueError, ["layer `linear_fc1`", "an adapter", "expected plain", "build each rank's"]):
+        parallel.shard_experts(nn.GroupedMLP(4, 3, 3, single_grouped_weight=True, lora_rank=2), mesh)
+    sharded = fully_shard(nn.GroupedMLP(4, 4, 4), mesh=mesh)
+    with asserts.refused(ValueError, ["`linear_fc1.weight0`", "a DTensor placed", "expected experts", "distributed"]):
+        checkpoint.save("/nowhere", sharded)
+    for given in ((None, mesh), (spread, None)):
+        with asserts.refused(TypeError, ["of shard_experts", "NoneType", "expected a", "pass one"]):
+            parallel.shard_experts(*given)
+    with asserts.refused(ValueError, ["`mesh`", "2 axes", "expected one", "that part"]):
+        parallel.shard_experts(spread, init_device_mesh(mesh.device_type, (1, mesh.size())))
+    with asserts.refused(ValueError, ["`group_sizes`", "a DTensor", "to_local()"]):
+        grouped_linear(s.x, torch.zeros(4, 3, s.x.shape[1]), distribute_tensor(s.sizes, mesh, [Shard(0)]))
+    x = s.x.clone().requires_grad_()
+    y = grouped_linear(x, torch.zeros(4, 3, s.x.shape[1]), s.sizes)
+    with asserts.refused(ValueError, ["a DTensor", "expected the local part", "to_local()"]):
+        y.backward(distribute_tensor(torch.ones_like(y), mesh, [Shard(0)]))
 
 
 @check

@@ -18,7 +18,7 @@ from grouped_core.layouts import LAYOUTS
 from grouped_core.safetensors_file import File
 from tests.asserts import bitwise, refused
 from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, written
-from torch_bridge import MXFP8, Activation, FP8Block, QTensor, checkpoint, dequantize, nn, quantize
+from torch_bridge import MXFP8, Activation, FP8Block, FP8Delayed, QTensor, checkpoint, dequantize, nn, quantize
 
 
 def moe(seed: int = 0, **options: Any) -> nn.MoE:
@@ -141,7 +141,11 @@ def test_a_layer_may_stand_in_two_places(tmp_path: Path) -> None:
     ("tree", "kind", "words"),
     [
         ({"w": torch.empty(2, device="meta")}, ValueError, ["`w` of save", "meta device", "expected values"]),
-        ({"w": torch.eye(2).to_sparse()}, ValueError, ["torch.sparse_coo", "expected a dense one", "`.to_dense()`"]),
+        (
+            {"w": torch.eye(2).to_sparse()},
+            ValueError,
+            ["`w` of a", "torch.sparse_coo", "expected a dense one", "`.to_dense()`"],
+        ),
         (None, TypeError, ["`tree` of a checkpoint", "NoneType", "expected a tensor", "leave it out"]),
     ],
 )
@@ -264,6 +268,21 @@ def test_trees_of_tensors_need_a_spec(tmp_path: Path) -> None:
         same(checkpoint.load(path, {key: torch.zeros_like(value) for key, value in tree.items()}), tree)
     with refused(TypeError, ["`x` of a checkpoint: int", "expected a tensor"]):
         checkpoint.save(path, {"x": 3}, "swiglu")
+
+
+def test_what_would_make_a_file_that_does_not_load_is_not_saved(tmp_path: Path) -> None:
+    path, layer = tmp_path / "m.safetensors", moe()
+    for spec in ("geglu_tanh", {"experts": "geglu_tanh"}):
+        parts = ["`spec` of save", "geglu_tanh", "`experts`", "swiglu", "of other experts", "pass a mapping"]
+        with refused(ValueError, parts):
+            checkpoint.save(path, layer, spec)
+    with refused(ValueError, ["`__metadata__`", "the name of metadata", "expected another", "rename"]):
+        checkpoint.save(path, {"__metadata__": torch.zeros(2)})
+    assert not list(tmp_path.iterdir())
+    checkpoint.save(path, {"a": layer, "b": torch._neg_view(torch.ones(2))}, "swiglu")  # pyright: ignore[reportPrivateImportUsage]
+    read = checkpoint.load(path, {"a": moe(1), "b": torch.zeros(2)})
+    same(read["a"], layer)
+    bitwise(read["b"], -torch.ones(2))
 
 
 def test_linear_layers_of_both_forms(tmp_path: Path) -> None:
@@ -448,6 +467,17 @@ def test_groups_and_scalars_of_optimisers() -> None:
     del broken["state"][2]
     with refused(ValueError, ["experts.linear_fc1.weight", "missing 1"]):
         checkpoint.convert_optimizer(broken, names, single)
+    with refused(ValueError, ["`names`", "`experts.linear", "in place", "as the state records", "one group after"]):
+        checkpoint.convert_optimizer(state, names[::-1], single)
+    factored = copy.deepcopy(state)
+    factored["state"][2]["exp_avg"] = torch.zeros(2 * F, 1)
+    with refused(
+        ValueError, ["`exp_avg` of `experts.linear_fc1.weight", f"({2 * F}, 1)", "of the parameter", "factored"]
+    ):
+        checkpoint.convert_optimizer(factored, listed, single)
+    for bad in ((optimizer, names, single), (state, None, single), (state, names, names)):
+        with refused(TypeError, ["of convert_optimizer", "expected a", "pass"]):
+            checkpoint.convert_optimizer(*bad)
     with refused(ValueError, ["`names`", "names for", "in its order"]):
         checkpoint.convert_optimizer(state, names[1:], single)
     two = copy.deepcopy(state)
@@ -464,6 +494,25 @@ def test_groups_and_scalars_of_optimisers() -> None:
 
 
 # ---- ranks
+
+
+@pytest.mark.rule("CKP-7", "ERR-1")
+def test_what_only_the_first_rank_would_write_is_not_saved(tmp_path: Path) -> None:
+    """Its place among the experts of all ranks is not known, and the parts of other ranks were lost in silence."""
+    layers: dict[str, Any] = {"lora_A": {"lora_rank": 2}, "scaling_scale": {"recipe": FP8Delayed}}
+    for rank in (0, 1):
+        for name, options in layers.items():
+            with refused(
+                ValueError, [f"{name}` of a checkpoint of several", "of one rank", "expected weights", "apart"]
+            ):
+                checkpoint.save(tmp_path / "c", {"a": nn.GroupedMLP(2, H, F, **options)}, shard=(rank, 2))
+        for single in (False, True):
+            layer = nn.GroupedLinear(2, H, F, single_grouped_weight=single)
+            with refused(ValueError, ["`a` of save", "outside of an MLP", "expected GroupedMLP", "each rank apart"]):
+                checkpoint.save(tmp_path / "c", {"a": layer}, shard=(rank, 2))
+    assert not list(tmp_path.iterdir())
+    shared = {"a": nn.MoE(H, F, 2, 1, shared_dim=8), "b": torch.nn.Linear(2, 2)}  # the same on all ranks
+    checkpoint.save(tmp_path / "c", shared, shard=(0, 2))
 
 
 @pytest.mark.rule("CKP-7")

@@ -80,6 +80,17 @@ def test_a_gradient_that_is_there_is_added_to_in_place(form: str, listed: bool) 
     assert all((gradient != 0.5).any() for gradient, _ in held if not listed)
 
 
+@pytest.mark.rule("DLY-3", "ERR-1")
+def test_weights_that_are_computed_from_others_are_refused() -> None:
+    """Their gradient would end at what was computed, after backward."""
+    layer = nn.GroupedLinear(2, 4, 4, delay_wgrad_compute=True)
+    torch.nn.utils.parametrizations.orthogonal(layer, "weight1")
+    with asserts.refused(ValueError, ["`delay_wgrad_compute`", "True beside", "expected Parameters", "leave one"]):
+        layer(torch.ones(3, 4), [1, 2])
+    with torch.no_grad():
+        layer(torch.ones(3, 4), [1, 2])
+
+
 @pytest.mark.rule("DLY-2", "DLY-9")
 @pytest.mark.parametrize("form", MODULES)
 def test_an_empty_store_is_a_no_op_without_hooks(form: str) -> None:
@@ -139,6 +150,26 @@ def test_a_layer_may_be_drained_alone() -> None:
     whole.backward()
     for weight, expected in zip(s.weights, whole.weights, strict=True):
         asserts.bitwise(weight.grad, expected.grad)
+
+
+@pytest.mark.rule("DLY-3", "ERR-1")
+@pytest.mark.parametrize("written", ["x", "dy"])
+def test_rows_that_were_written_meanwhile_are_noticed(written: str) -> None:
+    """As autograd notices it between forward and backward."""
+    layer = nn.GroupedLinear(2, 4, 4, bias=False, delay_wgrad_compute=True)
+    rows = {"x": torch.ones(3, 4), "dy": torch.ones(3, 4)}
+    layer(rows["x"], [1, 2]).backward(rows["dy"])
+    rows[written].mul_(2)
+    with asserts.refused(RuntimeError, ["backward_dw", "modified by an inplace", "values of then", "call backward_dw"]):
+        layer.backward_dw()
+    assert layer.weight0.grad is None
+
+
+@pytest.mark.rule("DLY-6", "ERR-1")
+def test_hooks_are_functions() -> None:
+    layer: Any = nn.GroupedLinear(2, 4, 4, delay_wgrad_compute=True)
+    with asserts.refused(TypeError, ["`hook`", "NoneType", "expected a function", "pass one"]):
+        layer.register_wgrad_accumulation_and_reduce_hooks(None)
 
 
 @pytest.mark.rule("DLY-4")

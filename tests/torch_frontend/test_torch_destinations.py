@@ -97,6 +97,7 @@ def test_accumulation_over_microbatches_adds_up() -> None:
     ("made", "fragments"),
     [
         (lambda w: None, ["missing", "views as", "create it", "not a cast"]),
+        (lambda w: "grad", ["`: str", "views as", "create it", "not a cast"]),
         (lambda w: torch.zeros(w.numel() + 1), ["shape (", "contiguous", "views as", "allocate"]),
         (lambda w: torch.zeros((*w.shape, 2))[..., 0], ["strides", "without a copy", "allocate"]),
         (lambda w: torch.zeros(w.mT.shape).mT, ["strides", "without a copy", "allocate"]),
@@ -106,7 +107,7 @@ def test_accumulation_over_microbatches_adds_up() -> None:
         ),
         (lambda w: torch.zeros(w.shape, device="meta"), ["meta", "expected it on cpu", "allocate"]),
     ],
-    ids=["missing", "numel", "strided", "transposed", "dtype", "device"],
+    ids=["missing", "kind", "numel", "strided", "transposed", "dtype", "device"],
 )
 def test_main_grads_that_cannot_be_written(made: Any, fragments: list[str], listed: bool) -> None:
     t = small()

@@ -110,6 +110,32 @@ def test_main_grads_of_one_region_are_refused_in_backward(recipe: Recipe | None)
     asserts.bitwise(flat, torch.zeros_like(flat), "what nothing was added to")
 
 
+@pytest.mark.rule("BUF-2")
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_main_grad_in_the_memory_of_an_operand_is_refused_in_backward(packed: bool, delay: bool) -> None:
+    options: Any = {"bias": False, "accumulate_into_main_grad": True, "delay_wgrad_compute": delay}
+    layer: Any = nn.GroupedLinear(2, K, K, dtype=torch.bfloat16, single_grouped_weight=packed, **options)
+    weights, sizes = layer.weight_parameters(), torch.tensor([5, 7], dtype=torch.int32)
+    region = torch.zeros(5 * K * K, dtype=torch.bfloat16)
+    x, dy, grads = region[: ROWS * K].view(ROWS, K), torch.ones(ROWS, K, dtype=torch.bfloat16), region[ROWS * K :]
+    name = "weight" if packed else "weight[1]"
+
+    def run(*destinations: Tensor) -> None:
+        for weight, to in zip(weights, destinations, strict=True):
+            weight.main_grad = to
+        layer(x, sizes).backward(dy)
+        layer.backward_dw()
+
+    size = weights[0].numel()
+    first = () if packed else (grads[:size],)
+    run(*first, grads[size : 2 * size])  # neighbours are fine
+    for to, other in ((region[8 : 8 + size], "x or dy"), (weights[-1].detach(), name)):
+        with asserts.refused(ValueError, [f"`main_grad of {name}`", f"overlaps `{other}`", "of its own", "allocate"]):
+            run(*first, to)
+        layer.delayed._entries.clear()
+
+
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name if recipe else "plain")
 def test_layers_refuse_a_parameter_twice(recipe: Recipe | None, delay: bool) -> None:

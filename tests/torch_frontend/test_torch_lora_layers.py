@@ -430,6 +430,36 @@ def test_layers_without_adapters_are_not_merged(form: str):
         p.module.merge()
 
 
+@pytest.mark.rule("LOR-5", "ERR-1", "DLY-2")
+def test_layers_with_pending_gradients_are_not_merged():
+    p = build("GroupedLinear", delay_wgrad_compute=True)
+    p().sum().backward()
+    with asserts.refused(ValueError, ["`merge` of", "of 1 passes", "expected none", "backward_dw"]):
+        p.module.merge()
+    p.module.backward_dw()
+    p.module.merge()
+
+
+class Negative(torch.nn.Module):
+    """A parametrisation."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return -value
+
+
+@pytest.mark.rule("LOR-5", "ERR-1")
+@pytest.mark.parametrize("name", ["weight", "lora_A"])
+def test_parametrised_layers_are_not_merged(name: str):
+    """What a parametrisation computes cannot be written: the adapter would be removed, and the weight stay."""
+    layer = build("GroupedLinear", listed=False).module
+    torch.nn.utils.parametrize.register_parametrization(layer, name, Negative())
+    before = {key: each.clone() for key, each in layer.state_dict().items()}
+    with asserts.refused(ValueError, ["`merge` of", f"`{name}`", "parametrisation", "expected a Parameter", "remove"]):
+        layer.merge()
+    for key, each in layer.state_dict().items():
+        asserts.bitwise(each, before[key], key)
+
+
 # ---- PEFT ------------------------------------------------------------------------------------------------------------
 
 PREFIX = "base_model.model.model.layers.0.mlp.experts."
@@ -492,6 +522,17 @@ def test_adapters_of_peft_that_do_not_fit_change_nothing():
             p.module.load_peft_state_dict(given, PREFIX)
         for each, wanted in zip(p.factors(), held, strict=True):
             asserts.bitwise(each, wanted)
+    for none in (None, state | {last: state[last].tolist()}):
+        with asserts.refused(
+            TypeError,
+            [
+                "PEFT" if none is None else f"`{last}`",
+                type(none).__name__ if none is None else "list",
+                "expected a",
+                "pass",
+            ],
+        ):
+            p.module.load_peft_state_dict(none, PREFIX)
     p.module.merge()
     for use in (p.module.peft_state_dict, lambda: p.module.load_peft_state_dict(state, PREFIX)):
         with asserts.refused(ValueError, ["adapters of PEFT", "has none", "one in both", "`lora_rank`"]):
@@ -595,7 +636,8 @@ def test_a_moe_layer_delays_the_gradients_of_its_adapters():
         ({"lora_rank": 2.0}, TypeError, ["`lora_rank` of GroupedLinear", "2.0", "an integer or None", "pass a rank"]),
         ({"lora_rank": None}, ValueError, ["`lora_alpha`", "without `lora_rank`", "pass a rank"]),
         ({"lora_dropout": 1.0}, ValueError, ["`lora_dropout`", "1.0", "0 to 1", "pass a rate"]),
-        ({"lora_alpha": float("nan")}, ValueError, ["`lora_scaling`", "nan", "a finite number", "alpha / r"]),
+        ({"lora_alpha": float("nan")}, ValueError, ["`lora_alpha`", "nan", "a finite number", "pass one"]),
+        ({"lora_alpha": "16"}, ValueError, ["`lora_alpha`", "'16'", "a finite number", "pass one"]),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], kind: type[Exception], fragments: list[str]):

@@ -7,6 +7,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,6 +84,42 @@ def test_facts_are_shapes_dtypes_and_nothing_of_the_values() -> None:
 def _zero_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """What autograd makes in place of zeros: it has elements, and no memory."""
     return torch._efficientzerotensor(tuple(shape), dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _negated(value: Tensor) -> Tensor:
+    """`value` as a view of its negative: what its memory has is not its values."""
+    return torch._neg_view(value.detach().neg())  # pyright: ignore[reportPrivateImportUsage]
+
+
+@pytest.mark.rule("ERR-1", "ERR-5")
+@pytest.mark.parametrize("name", ["x", "w", "bias", "row_scale"])
+def test_negated_views_are_refused_also_after_a_call_with_the_same_facts(name: str) -> None:
+    t = small()
+    for given in (t, t._replace(**{name: _negated(getattr(t, name))})):
+        refused = asserts.refused(ValueError, ["lazily negated view", "has its signs", "resolve_neg"])
+        with refused if given is not t else nullcontext():
+            grouped_linear(given.x, given.w, given.sizes, bias=given.bias, row_scale=given.row_scale)
+
+
+@pytest.mark.rule("MAT-7")
+@pytest.mark.parametrize("form", ["negated", "zero"])
+def test_gradients_that_autograd_hands_over_without_their_values_in_memory(form: str) -> None:
+    t = small()
+    dy = torch.zeros_like(t.dy) if form == "zero" else t.dy
+    given = _zero_tensor(dy.shape, dy.dtype) if form == "zero" else _negated(dy)
+    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+
+    def gradients(dy: Tensor) -> list[Tensor]:
+        x, h, scores = leaf(t.x), leaf(t.x), leaf(logits)
+        grouped_linear(x, t.w, t.sizes).backward(dy)
+        z = nn.ScaledActivation("gelu_tanh")(h, None)
+        z.backward(dy[:, : z.shape[1]])
+        weights, _, _ = route.topk_router(scores, 2)
+        weights.backward(dy[:5, :2])
+        return [x.grad, h.grad, scores.grad]
+
+    for found, expected in zip(gradients(given), gradients(dy), strict=True):
+        asserts.bitwise(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -481,6 +481,11 @@ def _permuted(x: Tensor, experts: Tensor) -> tuple[Tensor, Any]:
             ["`shared_gate` of MoE", "True", "expected a shared expert", "give its width"],
         ),
         (lambda: _layer()([1.0]), TypeError, ["`x` of MoE", "list", "torch.Tensor", "convert"]),
+        (
+            lambda: nn.MoE(H, F, E, K, process_group=3),
+            TypeError,
+            ["`process_group` of MoE", "int", "a torch.distributed.ProcessGroup", "pass"],
+        ),
         (lambda: _layer()(torch.zeros(())), ValueError, ["`x` of MoE", "()", "at least one axis", "pass tokens"]),
         (
             lambda: _layer()(torch.zeros(2, 3, H), mask=torch.ones(3, 2, dtype=torch.bool)),

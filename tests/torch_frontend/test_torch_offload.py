@@ -251,6 +251,7 @@ def test_the_graph_of_results_is_freed(sent: list[Sent]) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "fragments"),
     [
+        ({"names": 3}, TypeError, ["`names` of cpu_offload", "3", "expected names", "pass a list"]),
         ({"names": ["x"]}, ValueError, ["`names` of cpu_offload", "'x'", "grouped_x", "None"]),
         ({"min_numel": 1.5}, TypeError, ["`min_numel`", "1.5", "integer"]),
         ({"prefetch": -1}, ValueError, ["`prefetch`", "-1", "0 or more"]),

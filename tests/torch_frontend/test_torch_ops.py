@@ -323,6 +323,14 @@ def test_transforms_are_refused_with_a_remedy(batched: bool) -> None:
         f(lambda x: grouped_linear(x, t.w, t.sizes))(torch.stack([t.x, t.x]) if batched else t.x)
 
 
+@pytest.mark.rule("ERR-1")
+def test_gradients_of_several_dy_at_once_are_refused() -> None:
+    t = small()
+    x = leaf(t.x)
+    with asserts.refused(NotImplementedError, ["batched gradients", "expected a plain one", "once per gradient"]):
+        torch.autograd.grad(grouped_linear(x, t.w, t.sizes), x, torch.stack([t.dy, t.dy]), is_grads_batched=True)
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*torch.jit.script:FutureWarning"
 )  # torch's own

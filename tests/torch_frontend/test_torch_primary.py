@@ -33,6 +33,32 @@ from torch_bridge.quantized_weight import named_parts as parts_of
 # Products
 
 
+@pytest.mark.rule("QNT-1")
+@pytest.mark.parametrize("single", [False, True])
+def test_what_is_assigned_to_data_is_written(single: bool) -> None:
+    """As `vector_to_parameters` does; PyTorch's own assignment replaces memory that is not there, in silence."""
+    layer = nn.GroupedLinear(2, 128, 128, recipe=recipes.MXFP8, quantized_weights=True, single_grouped_weight=single)
+    weight = layer.weight_parameters()[0]
+    held = layer(torch.ones(3, 128, requires_grad=True), [1, 2])
+    vector = torch.nn.utils.parameters_to_vector(layer.parameters())
+    torch.nn.utils.vector_to_parameters(torch.full_like(vector, 0.5), layer.parameters())
+    asserts.bitwise(weight.dequantize(), torch.full(weight.shape, 0.5))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        held.sum().backward()
+    with asserts.refused(ValueError, ["`data` of a quantised weight", "meta", "expected cpu", "`.to`"]):
+        weight.data = torch.empty(weight.shape, device="meta")
+    with asserts.refused(ValueError, ["a quantised weight", "(3,)", "its own", "pass a tensor"]):
+        weight.data = torch.empty(3)
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_export_is_refused(form: str) -> None:
+    layer = getattr(nn, form)(2, 128, 128, recipe=recipes.MXFP8, quantized_weights=True)
+    with asserts.refused(NotImplementedError, ["`quantized_weights`", "torch.export", "expected plain", "export a"]):
+        torch.export.export(layer, (torch.ones(3, 128), torch.tensor([1, 2])), strict=False)
+
+
 @pytest.mark.rule("QNT-1", "ALL-1")
 @by_recipe
 @by_holding

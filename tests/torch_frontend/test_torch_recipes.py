@@ -688,6 +688,11 @@ def test_expand_shard_of_other_kinds() -> None:
     for bad in ((torch.zeros(4), 5), (torch.zeros(2, 2), 0), (torch.zeros(2), -1), (torch.zeros(2), None)):
         with asserts.refused(ValueError, ["`shard`", "8 elements", "flat slice"]):
             params.expand_shard(members, *bad)
+    for wrong in ((members, [0.0], 0), (members, torch.zeros(2), 2.5)):
+        with asserts.refused(TypeError, ["`shard`, `start`", "expected a tensor and an integer", "flat slice"]):
+            params.expand_shard(*wrong)
+    with asserts.refused(TypeError, ["`members`", "NoneType", "expected a weight", "pass these"]):
+        params.expand_shard(None, torch.zeros(2), 0)
     with asserts.refused(TypeError, ["`members[1]`", "int", "expected a weight"]):
         params.expand_shard([members[0], 1], torch.zeros(2), 0)
     w = torch.randn(2, 32, 64)

@@ -14,6 +14,7 @@ from tests import asserts, bounds
 from tests.torch_frontend.routing_tools import Layer, dense_mlp, draw, experts_of, layer, near
 from tests.torch_frontend.torch_tools import allocations, leaf, opcheck, saved_tensors, tensor
 from torch_bridge import (
+    BF16,
     MXFP8,
     NVFP4,
     Activation,
@@ -443,6 +444,10 @@ def _call(**changed: Any) -> Tensor:
             ValueError,
             ["`x` of routed_mlp", "fp8_tensor contracting axis 1", "single rows", "mxfp8"],
         ),
+        ({"activation": ["swiglu"]}, ValueError, ["`kind` of Activation", "['swiglu']", "expected one of", "choose"]),
+        ({"residuals": {}}, ValueError, ["`residuals`", "{}", "expected one of save_all", "choose"]),
+        ({"recipe": (BF16, BF16)}, TypeError, ["`recipe`", "tuple", "expected None or a Recipe", "pass one"]),
+        ({"recipe": ()}, TypeError, ["`recipe`", "tuple", "expected None or a Recipe", "pass one"]),
         (
             {"wo": torch.zeros(E, H + 1, F)},
             ValueError,

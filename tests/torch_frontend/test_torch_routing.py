@@ -451,6 +451,33 @@ def test_no_memory_of_the_gradient_is_shared_with_the_sums() -> None:
     [
         (lambda r: r.topk_router(torch.zeros(2, 4), 5), ValueError, ["`k`", "5", "1 to 4", "smaller"]),
         (lambda r: r.topk_router(np.zeros((2, 4)), 1), TypeError, ["`logits`", "ndarray", "torch.Tensor", "convert"]),
+        (lambda r: r.topk_router(None, 1), TypeError, ["`logits`", "NoneType", "torch.Tensor", "convert"]),
+        (lambda r: r.topk_router(torch.zeros(2, 4), None), TypeError, ["`k` of topk", "None", "an integer", "pass"]),
+        (
+            lambda r: r.topk_router(torch.zeros(2, 4), 1, score=["softmax"]),
+            ValueError,
+            ["`score`", "['softmax']", "expected one of", "choose"],
+        ),
+        (
+            lambda r: r.topk_router(torch.zeros(2, 4), 1, process_group=3),
+            TypeError,
+            ["`process_group` of topk_router", "int", "expected a torch.distributed.ProcessGroup", "pass"],
+        ),
+        (
+            lambda r: r.permute(torch.zeros(2, 4), None, 4),
+            TypeError,
+            ["`experts`", "NoneType", "expected a torch.Tensor", "convert"],
+        ),
+        (
+            lambda r: r.permute(torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int64), None),
+            TypeError,
+            ["`num_groups` of permute", "None", "expected an integer", "pass an int"],
+        ),
+        (
+            lambda r: r.unpermute(torch.zeros(2, 4), torch.zeros(2)),
+            TypeError,
+            ["`permutation` of unpermute", "Tensor", "expected Permutation", "pass what permute returned"],
+        ),
         (
             lambda r: r.topk_router(torch.zeros(4, 2).t(), 1),
             ValueError,

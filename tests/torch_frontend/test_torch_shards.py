@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from grouped_core import recipes
 from grouped_core.formats import FORMATS
@@ -128,6 +129,8 @@ def test_what_the_cast_of_shards_refuses() -> None:
     for kind, arguments, words in cases:
         with asserts.refused(kind, words):
             shards.cast_shards(*arguments)
+    with asserts.refused(ValueError, ["`shards`, `starts`", "0 and 1 for 1 weights", "one each", "pass None"]):
+        shards.cast_shards([weight], [], [None])
     with asserts.refused(ValueError, ["`skip`", "int32[1]"]):
         shards.cast_shards([weight], [flat], [0], skip=skip)
     with asserts.refused(TypeError, ["`dtype`", "float64"]):
@@ -137,12 +140,15 @@ def test_what_the_cast_of_shards_refuses() -> None:
 
 @pytest.mark.rule("LYR-9")
 def test_experts_over_ranks_want_plain_weights() -> None:
-    class Mesh:
-        ndim = 1
+    class Mesh(DeviceMesh):
+        ndim: Any = 1
 
-        def size(self) -> int:
+        def __init__(self) -> None:
+            pass
+
+        def size(self, mesh_dim: int | None = None) -> int:
             return 3
 
-    mesh: Any = Mesh()
+    mesh = Mesh()
     with asserts.refused(ValueError, ["quantised weights", "own experts"]):
         parallel.shard_experts(layer(recipes.MXFP8), mesh)

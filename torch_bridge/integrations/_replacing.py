@@ -47,12 +47,19 @@ class Registration:
         self._others = _ACTIVE.setdefault(host, [])
         if self._others:
             self._others[-1]._restore()
-        self._installed = [
-            _Installed(each.owner, each.name, vars(each.owner)[each.name], each.make(vars(each.owner)[each.name]))
-            for each in replacements
-        ]
+        self._installed: list[_Installed] = []
+        try:
+            for each in replacements:
+                own = vars(each.owner)[each.name]
+                self._installed.append(_Installed(each.owner, each.name, own, each.make(own)))
+            self._install()
+        except BaseException:
+            for at in self._installed:
+                setattr(at.owner, at.name, at.own)
+            if self._others:
+                self._others[-1]._install()
+            raise
         self._others.append(self)
-        self._install()
 
     def undo(self) -> None:
         """Takes this registration back: the latest of the others is then in force, or the host's own functions.

@@ -300,7 +300,8 @@ def prepare(model: Module, *, recipe: Recipe) -> list[str]:
         TypeError: not a recipe. ValueError: the model has no experts modules of the host.
     """
     check_recipe("prepare", recipe)
-    found = [(name, each) for name, each in model.named_modules() if _is_experts(each)]
+    modules = model.named_modules() if isinstance(model, Module) else ()
+    found = [(name, each) for name, each in modules if _is_experts(each)]
     if recipe is None or not found:
         came = f"recipe {recipe!r}" if recipe is None else f"{type(model).__name__} without experts"
         raise ValueError(
@@ -336,7 +337,8 @@ def update_scaling(model: Module, *, process_group: Any = None) -> None:
 
 
 def _prepared(model: Module) -> Iterator[RecipeState]:
-    return (each for each in model.modules() if isinstance(each, RecipeState))
+    modules = model.modules() if isinstance(model, Module) else ()
+    return (each for each in modules if isinstance(each, RecipeState))
 
 
 def _is_experts(module: Module) -> bool:

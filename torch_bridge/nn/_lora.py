@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from grouped_core import lora, lora_layout
 from torch_bridge._adapter import merged
+from torch_bridge._checks import is_distributed
 from torch_bridge._gradients import Owner
 
 FACTORS = ("lora_A", "lora_B")
@@ -102,10 +103,14 @@ def from_peft(layers: tuple[Any, Any], state: Mapping[str, Tensor], prefix: str)
     """Loads what `to_peft` makes, or PEFT.
 
     Raises:
-        ValueError: an entry is missing, or has not the shape of the layer, or a layer has no adapter; nothing is then
-            loaded.
+        TypeError: no mapping of tensors. ValueError: an entry is missing, or has not the shape of the layer, or a layer
+            has no adapter. In both cases nothing is loaded.
     """
     _check_has_adapters(layers)
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"adapters of PEFT: {type(state).__name__}, expected a mapping of names to tensors; pass a state dict."
+        )
     made: list[tuple[Parameter, Tensor]] = []
     for layer, place in zip(layers, _PEFT, strict=True):
         names = [f"{prefix}{place}{name}.weight" for name in FACTORS]
@@ -121,6 +126,10 @@ def from_peft(layers: tuple[Any, Any], state: Mapping[str, Tensor], prefix: str)
                 raise ValueError(
                     f"adapters of PEFT: `{name}` gives {tuple(value.shape)}, expected {tuple(parameter.shape)}; load "
                     "adapters of the same rank and model."
+                )
+            if is_distributed(parameter):
+                raise ValueError(
+                    f"adapters of PEFT: `{name}` for a DTensor, expected a plain parameter; load before it is sharded."
                 )
             made.append((parameter, value))
     with torch.no_grad():

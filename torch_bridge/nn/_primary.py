@@ -119,6 +119,15 @@ def is_held(parameters: Sequence[Any]) -> bool:
     return isinstance(parameters[0], QuantizedWeight)
 
 
+def refuse_export() -> None:
+    """Refuses quantised weights in `torch.export`, which has no code outside of its graph to run them."""
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            "`quantized_weights` under torch.export: quantised Parameters, expected plain ones, which the recipe "
+            "quantises in the graph; export a layer without `quantized_weights`."
+        )
+
+
 def operand(parameters: Sequence[Any], dtype: torch.dtype) -> StraightThrough:
     """The quantised weights of all members for a product; gradients go to the Parameters. `dtype`: to compute in."""
     store, _ = parameters[0].home

@@ -187,6 +187,7 @@ class GroupedLinear(ScaledModule):
         if is_first_microbatch is not None:
             check_microbatch(is_first_microbatch)
         if self.quantized_weights and is_compiling():
+            _primary.refuse_export()
             return _uncompiled(self, x, group_sizes, row_scale, is_first_microbatch, out, grad_input)
         parameters = self.weight_parameters()
         dtype = compute_dtype(x, parameters[0].dtype)
@@ -271,10 +272,20 @@ class GroupedLinear(ScaledModule):
         Quantised weights become plain ones of their nominal dtype. The weights stay frozen.
 
         Raises:
-            ValueError: the layer has no adapter.
+            ValueError: the layer has no adapter, gradients of it are pending, or a weight is parametrised.
         """
         if not self.lora.rank:
             raise ValueError("`merge` of GroupedLinear: no adapter, expected one; make the layer with `lora_rank`.")
+        if pending := len(self.delayed):
+            raise ValueError(
+                f"`merge` of GroupedLinear: delayed gradients of {pending} passes are pending, expected none; call "
+                "`backward_dw(all=True)` first."
+            )
+        if computed := [name for name in (*self.weight_names, *_lora.FACTORS) if name not in self._parameters]:
+            raise ValueError(
+                f"`merge` of GroupedLinear: `{computed[0]}` is computed by a parametrisation, expected a Parameter "
+                "that can be written; remove the parametrisation first."
+            )
         _lora.merge(self)
 
     def plain_members(self) -> list[Tensor]:
@@ -301,6 +312,11 @@ class GroupedLinear(ScaledModule):
         """The owner of the weight gradients, unless they simply go to autograd."""
         if not self.accumulate_into_main_grad and not self.delay_wgrad_compute:
             return None
+        if self.delay_wgrad_compute and not all(each.is_leaf for each in parameters):
+            raise ValueError(
+                "`delay_wgrad_compute` of GroupedLinear: True beside a weight that is computed from others, as by a "
+                "parametrisation, whose gradient must be there in backward, expected Parameters; leave one of them out."
+            )
         return Owner(parameters, self.delayed if self.delay_wgrad_compute else None)
 
     # ---- state for captured graphs and quantised weights -------------------------------------------------------------
@@ -353,7 +369,13 @@ class GroupedLinear(ScaledModule):
         return len(self.delayed)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """Adds a function that is called, without arguments, after each write of delayed weight gradients."""
+        """Adds a function that is called, without arguments, after each write of delayed weight gradients.
+
+        Raises:
+            TypeError: `hook` is not callable.
+        """
+        if not callable(hook):
+            raise TypeError(f"`hook` of GroupedLinear: {type(hook).__name__}, expected a function; pass one.")
         self.delayed.hooks.append(hook)
 
     def fire_wgrad_hooks(self) -> None:

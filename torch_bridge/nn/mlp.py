@@ -20,7 +20,7 @@ from torch_bridge import _adapted_mlp, main_grad, mlp
 from torch_bridge._calling import run
 from torch_bridge._compiling import is_compiling
 from torch_bridge._tensors import home
-from torch_bridge.nn import _lora
+from torch_bridge.nn import _lora, _primary
 from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, positive
 from torch_bridge.nn._scaling_state import ScaledModule, bound
 from torch_bridge.nn.activation import shortest
@@ -50,6 +50,7 @@ def fused_mlp(
         routed: whether x are tokens; then `group_sizes` and `probs` are their experts and weights.
     """
     if (fc1.quantized_weights or fc2.quantized_weights) and is_compiling():
+        _primary.refuse_export()
         return _uncompiled(
             *(fc1, fc2, activation, residuals, x, group_sizes, probs, out, grad_input, state, first_microbatch),
             routed=routed,
@@ -256,7 +257,8 @@ class GroupedMLP(ScaledModule):
         """Loads adapters from PEFT, in place; the others of `state` are ignored.
 
         Raises:
-            ValueError: an entry is missing or has another shape; nothing is loaded then.
+            TypeError: no mapping of tensors. ValueError: an entry is missing or has another shape. Nothing is loaded
+                then.
         """
         _lora.from_peft(self._layers(), state, prefix)
 

@@ -249,9 +249,10 @@ class MoE(Module):
         adapted: bool,
     ) -> None:
         check_chunks("MoE", chunks)
-        own_experts("MoE", self.num_experts, process_group.size())
         how = (transport, process_group, budget_factor, send, recipe)
-        self.transport = transport_option("MoE", *how, adapted=adapted)
+        found = transport_option("MoE", *how, adapted=adapted)
+        own_experts("MoE", self.num_experts, process_group.size())
+        self.transport = found
         self.process_group, self.chunks = process_group, chunks
 
     def forward(
