@@ -329,6 +329,28 @@ def test_budgets_drop_what_the_definition_drops(transport: str, factor: float, c
     assert all(int(shard.data) == sum(dropped) for shard in aux.dropped.addressable_shards)
 
 
+@pytest.mark.rule("LYR-8", "LYR-3")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_capacity_is_that_of_the_tokens_of_a_rank(check_vma: bool) -> None:
+    """Losses are those of all tokens, drops are those of all ranks, and both are the same on every rank."""
+    ranks, mesh = 4, mesh_of(expert=4)
+    p, x, dy, _ = problem()
+    options = {"capacity_factor": 0.75}
+    found = gradients(lambda p, x: spread(p, x, mesh=mesh, check_vma=check_vma, **options), dy)
+
+    def expected(p: Any, x: Any) -> Any:
+        parts = [one_device(p, each, **options) for each in jnp.split(x, ranks)]
+        dropped = sum(aux.dropped for _, aux in parts)
+        return jnp.concatenate([y for y, _ in parts]), one_device(p, x)[1]._replace(dropped=dropped)
+
+    found, wanted = found(*placed(mesh, p, x, EXPERT)), gradients(expected, dy)(p, x)
+    same_layer(found, wanted, exact=False)
+    aux, dropped = found[0][1], int(wanted[0][1].dropped)
+    assert dropped > 0
+    assert all(int(shard.data) == dropped for shard in aux.dropped.addressable_shards)
+    assert bool(aux.overflow)
+
+
 def moved_rows(text: str, width: int, dtype: str = "bf16|f32|u16") -> int:
     """All-to-alls of rows [..., width] in a compiled program. XLA:CPU moves bfloat16 as float32."""
     moved = [line for line in text.splitlines() if re.search(r" all-to-all(-start)?\(", line)]
