@@ -44,15 +44,8 @@ def _module_of(arrays: Sequence[Any]) -> Any:
 
 
 def facts_of(value: Any) -> Facts:
-    """The facts of an array.
-
-    Raises:
-        ValueError: a dtype that files do not have.
-    """
-    name = str(value.dtype)
-    if name not in DTYPES:
-        raise ValueError(f"array of a checkpoint: dtype {name}, expected one of {', '.join(DTYPES)}; convert it.")
-    return Facts(tuple(value.shape), name)
+    """The facts of an array of a checked tree."""
+    return Facts(tuple(value.shape), str(value.dtype))
 
 
 def is_module(value: Any) -> bool:
@@ -117,6 +110,28 @@ def taken(tree: Any, path: str = "") -> Tree:
         return jax.tree_util.tree_unflatten(structure, values)
 
     return Tree(flat, activations, rebuilt)
+
+
+def checked(tree: Any) -> Tree:
+    """Takes a tree of a caller apart, all of whose arrays a checkpoint can have.
+
+    Raises:
+        ValueError: two leaves have one path, or a dtype that files do not have. TypeError: a leaf is no array, or a
+            masked one.
+    """
+    whole = taken(tree)
+    for name, leaf in whole.flat.items():
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise TypeError(
+                f"`{name or 'tree'}` of a checkpoint: a masked array, expected one without a mask, which would be "
+                "lost; pass leaf.filled(value)."
+            )
+        if not isinstance(leaf, QTensor) and str(leaf.dtype) not in DTYPES:
+            raise ValueError(
+                f"`{name or 'tree'}` of a checkpoint: dtype {leaf.dtype}, expected one of {', '.join(DTYPES)}; convert "
+                "it, such as a key with jax.random.key_data."
+            )
+    return whole
 
 
 def _names(keys: Sequence[Any]) -> list[str]:

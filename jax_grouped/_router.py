@@ -73,7 +73,7 @@ def _run_router(options: Options, logits: Any, given: Given) -> tuple[Routed, ru
     sums = chosen.sums
     if axes is not None:
         sums = rules.Sums(*(jax.lax.psum(each, axes) for each in sums))
-    # With axes, losses are those of all shards, and drops those of one: results of a call vary wherever an operand does.
+    # With axes, losses are those of all shards, drops those of one: results of a call vary wherever an operand does.
     losses = rules.losses(RUN, op, sums, chosen.dropped if axes is None else None)
     aux_loss, z_loss, entropy = losses.values
     lost = losses.lost[0] if axes is None or chosen.dropped is None else chosen.dropped[0]

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import jax
 
 from grouped_core import checkpoint_files, checkpoint_tensors, lora_layout, safetensors_file
+from grouped_core.activations import Activation
 from grouped_core.checkpoint_files import SUFFIX, Files, Model, loading, part_file, unused_message
 from grouped_core.checkpoint_fp8 import dequantized
-from grouped_core.checkpoint_metadata import NAME, Spec
+from grouped_core.checkpoint_metadata import NAME, Spec, activation_of
 from grouped_core.checkpoint_plan import Plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
 from grouped_core.layouts import LAYOUTS
-from jax_grouped._checkpoint_trees import JAX, Tree, facts_of, is_flat, nested, placed, taken, to_numpy
+from jax_grouped._checkpoint_trees import JAX, Tree, checked, facts_of, is_flat, nested, placed, to_numpy
 
 _Tree = TypeVar("_Tree")
 Interleave = int | tuple[int | None, int | None] | None
@@ -40,7 +41,7 @@ def save(path: str | os.PathLike[str], tree: Any, spec: Spec = None, *, shard: t
 
     Args:
         path: a name that ends in `.safetensors` is a file, any other a folder of Orbax; with `shard` a folder in which
-            each rank writes its own safetensors file.
+            each rank writes its own safetensors file. A checkpoint that is there is replaced.
         tree: any pytree of arrays and `QTensor`s, such as parameters beside the state of an optimiser, and Flax NNX
             modules, alone or as leaves. Keys of random numbers in modules are not saved.
         spec: the activation of experts that are plain arrays: an `Activation`, the name of a kind, or a mapping of
@@ -49,15 +50,13 @@ def save(path: str | os.PathLike[str], tree: Any, spec: Spec = None, *, shard: t
             Other arrays are the same on all ranks, and rank 0 writes them.
 
     Raises:
-        ValueError: experts with a gate have no known activation, or arrays cannot be saved. TypeError: a leaf is no
-        array. OSError: the file cannot be written.
+        ValueError: experts with a gate have no known activation, arrays cannot be saved, or a folder at `path` is no
+        checkpoint. TypeError: a leaf is no array. OSError: the file cannot be written.
     """
-    whole, ranks = taken(tree), shard_option(shard)
+    whole, ranks = checked(tree), shard_option(shard)
     if empty := [key for key, value in whole.flat.items() if isinstance(value, jax.ShapeDtypeStruct)]:
         raise ValueError(f"`{empty[0]}` of save: a ShapeDtypeStruct, expected values; load or initialise it first.")
-    acts = whole.activations
-    given = {**acts, **spec} if isinstance(spec, Mapping) else acts if acts and spec is None else spec
-    made = checkpoint_tensors.saving(whole.flat, _LAYOUT, given, facts_of, {}, ranks)
+    made = checkpoint_tensors.saving(whole.flat, _LAYOUT, _with_own(whole.activations, spec), facts_of, {}, ranks)
     if ranks.ranks == 1 and Path(path).suffix != SUFFIX:
         from jax_grouped import _orbax
 
@@ -67,6 +66,22 @@ def save(path: str | os.PathLike[str], tree: Any, spec: Spec = None, *, shard: t
     entries = {key: facts for move in made.plan.moves for key, facts in zip(move.targets, move.facts, strict=True)}
     values = ((each.key, to_numpy(each.value)) for each in executed(made.plan, made.flat.__getitem__, JAX))
     safetensors_file.write(part_file(path, ranks), entries, {NAME: made.metadata}, values)
+
+
+def _with_own(own: Mapping[str, Activation], spec: Spec) -> Spec:
+    """`spec` with the activations of modules, by place.
+
+    Raises:
+        ValueError: it has another one for a module.
+    """
+    for place, act in own.items():
+        given = activation_of(spec, place, gated=False)
+        if given not in (None, act):
+            raise ValueError(
+                f"`spec` of save: {given} for `{place}`, expected {act} of its module; leave it out, or pass a mapping "
+                "of the paths of experts that are plain arrays."
+            )
+    return {**own, **spec} if isinstance(spec, Mapping) else spec or own or None
 
 
 def load(
@@ -101,7 +116,7 @@ def load(
     Raises:
         ValueError: the checkpoint is damaged, ambiguous, or does not fit. KeyError: it lacks arrays of the tree.
     """
-    whole, ranks = taken(like), shard_option(shard)
+    whole, ranks = checked(like), shard_option(shard)
     target, quantised = checkpoint_tensors.taken_apart(whole.flat)
     entries = {key: facts_of(value) for key, value in target.items()}
     formats = {key: formats_of(q) for key, q in quantised.items()}
@@ -148,7 +163,7 @@ def convert(tree: Any, source: str, target: str, *, interleave: Interleave = Non
     Raises:
         ValueError: an array is ambiguous, incomplete or does not fit. TypeError: an argument has another type.
     """
-    whole: Tree = taken(tree)
+    whole: Tree = checked(tree)
     made = checkpoint_tensors.converted(whole.flat, source, target, interleave, facts_of, JAX)
     return made if is_flat(tree) else nested(made)
 

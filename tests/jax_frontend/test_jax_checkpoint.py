@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,65 @@ def test_arrays_without_values_are_not_saved(tmp_path: Path) -> None:
     with refused(TypeError, ["`tree` of a checkpoint", "int", "expected an array", "leave it out"]):
         checkpoint.save(tmp_path / "f.safetensors", 3)
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_but_a_checkpoint_is_replaced_by_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orbax removes what is at the path first: also the current folder for an empty path."""
+    given = {"w": jnp.ones(3)}
+    (tmp_path / "own").mkdir()
+    files = [tmp_path / "own" / "notes.txt", tmp_path / "file"]
+    for each in files:
+        each.write_text("kept")
+    monkeypatch.chdir(tmp_path / "own")
+    for path, came in (("", "a folder of other files"), (tmp_path / "own", "a folder"), (tmp_path / "file", "a file")):
+        with refused(ValueError, ["`path` of save", came, "expected a new or empty folder", "pass another path"]):
+            checkpoint.save(path, given)
+    assert [each.read_text() for each in files] == ["kept", "kept"]
+    (tmp_path / "empty").mkdir()
+    checkpoint.save(tmp_path / "empty", given)
+    same(checkpoint.load(tmp_path / "empty", given), given)
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
+    given = {"w": jnp.ones(3)}
+    checkpoint.save(tmp_path / "folder", given)
+    for bad, name in (({}, "tree"), ({"w": jnp.ones(3), "x": jnp.ones((0, 2))}, "x")):
+        with refused(ValueError, [f"`{name}` of save", "expected some", "`.safetensors` file"]):
+            checkpoint.save(tmp_path / "folder", bad)
+        checkpoint.save(tmp_path / "f.safetensors", bad)
+        same(checkpoint.load(tmp_path / "f.safetensors", bad), bad)
+    same(checkpoint.load(tmp_path / "folder", given), given)
+
+
+def test_damaged_folders_are_refused(tmp_path: Path) -> None:
+    path, given = tmp_path / "folder", {"w": jax.random.normal(jax.random.key(0), (64, 64))}
+    checkpoint.save(path, given)
+    for each in (path / "state").glob("ocdbt.process_*"):
+        shutil.rmtree(each)
+    with refused(ValueError, [f"`{path}`", "damaged arrays", "expected those", "intact"]):
+        checkpoint.load(path, given)
+
+
+@pytest.mark.rule("CKP-8")
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+def test_numpy_arrays_of_64_bits_keep_them(tmp_path: Path, name: str) -> None:
+    given = {"a": np.array([1 / 3]), "b": np.array([2**40]), "c": jnp.ones(2)}
+    checkpoint.save(tmp_path / name, given)
+    found = checkpoint.load(tmp_path / name, given)
+    assert isinstance(found["a"], np.ndarray)
+    same(found, given)
+
+
+@pytest.mark.rule("CKP-5")
+def test_modules_know_their_activation(tmp_path: Path) -> None:
+    path, module = tmp_path / "f.safetensors", moe()
+    for spec in ("geglu_tanh", Activation("swiglu", interleave=8), {"a": "geglu_tanh"}, {"a.experts": "geglu_tanh"}):
+        with refused(
+            ValueError, ["`spec` of save", "for `a.experts`", "expected Activation(kind='swiglu'", "leave it"]
+        ):
+            checkpoint.save(path, {"a": module}, spec)
+    checkpoint.save(path, {"a": module, "b": params(module)}, {"b": "swiglu"})
+    checkpoint.save(path, {"a": module, "b": params(module)}, "swiglu")
 
 
 @pytest.mark.rule("CKP-6")
@@ -254,8 +314,12 @@ def test_bad_arguments_and_trees(tmp_path: Path) -> None:
         checkpoint.save(path, {"a": "x"})
     with refused(ValueError, ["`a.b` of a checkpoint", "two arrays of that path"]):
         checkpoint.save(path, {"a": {"b": jnp.zeros(1)}, "a.b": jnp.zeros(1)})
-    with refused(ValueError, ["dtype key<fry>", "expected one of float64"]):
+    with refused(ValueError, ["`a` of a checkpoint", "dtype key<fry>", "expected one of float64", "key_data"]):
         checkpoint.save(path, {"a": jax.random.key(0)})
+    with refused(TypeError, ["`a` of a checkpoint", "masked", "without a mask", "filled"]):
+        checkpoint.save(path, {"a": np.ma.masked_array(np.ones(3), mask=True)})
+    with refused(ValueError, [f"`{path}`", "`__metadata__`", "another name", "rename"]):
+        checkpoint.save(path, {"__metadata__": jnp.zeros(1)})
     checkpoint.save(path, tree, {"": "swiglu"})
     for like, kind, words in (
         (
