@@ -131,15 +131,25 @@ def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     """`variables` with the adapters of the collection `lora` added to the weights, and without that collection.
 
     Args:
-        layer: the layer, or the model that contains it, whose layers all have the options of `layer` where they have
-            adapters. variables: of `layer.init` or of training.
+        layer: a layer with adapters. variables: its own, or those of a model that contains it, whose adapters all have
+            the options of `layer`; also of layers that `nn.scan` stacked, adapters on the same axis as weights.
 
     Raises:
-        ValueError: there are no adapters.
+        TypeError: `layer` is none of these layers. ValueError: there are no adapters, or not those of `layer`.
     """
+    if not isinstance(layer, GroupedLinear | GroupedMLP | MoE):
+        raise TypeError(
+            f"`layer` of merge: {type(layer).__name__}, expected a GroupedLinear, GroupedMLP or MoE; pass the layer that "
+            "has the adapters, and the variables of the model around it."
+        )
     if LORA not in variables:
         raise ValueError("`variables` of merge: no collection `lora`, expected one; make the layers with `lora_rank`.")
-    scaling = _of_lora(layer).scaling
+    rank, scaling, _ = _of_lora(layer)
+    if not rank:
+        raise ValueError(
+            "`layer` of merge: no `lora_rank`, expected that of the adapters in `variables`; pass the layer with the "
+            "options that they were trained with."
+        )
 
     def merged(params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(params)
@@ -147,6 +157,11 @@ def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(each, Mapping):
                 found[name] = merged(params[name], each)
             elif name.endswith("_a"):
+                if each.shape[-1] != rank:
+                    raise ValueError(
+                        f"`{name}` of merge: rank {each.shape[-1]}, expected {rank}, the `lora_rank` of `layer`, which "
+                        "scales it; merge layers of other options with a layer of these."
+                    )
                 base = name.removesuffix("_a")
                 weight = "kernel" if base == "lora" else base.removesuffix("_lora")
                 value = params[weight]
