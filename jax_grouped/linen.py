@@ -139,8 +139,8 @@ def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(layer, GroupedLinear | GroupedMLP | MoE):
         raise TypeError(
-            f"`layer` of merge: {type(layer).__name__}, expected a GroupedLinear, GroupedMLP or MoE; pass the layer that "
-            "has the adapters, and the variables of the model around it."
+            f"`layer` of merge: {type(layer).__name__}, expected a GroupedLinear, GroupedMLP or MoE; pass the layer "
+            "that has the adapters, and the variables of the model around it."
         )
     if LORA not in variables:
         raise ValueError("`variables` of merge: no collection `lora`, expected one; make the layers with `lora_rank`.")
@@ -218,6 +218,7 @@ class GroupedLinear(nn.Module):
         groups, columns = self.num_groups, self.out_features
         sizes = {"num_groups": groups, "in_features": self.in_features, "out_features": columns}
         _layer_options.check_positive("GroupedLinear", **sizes)
+        _layer_options.check_dtypes("GroupedLinear", self.dtype, self.param_dtype)
         check_rank("linear", "x", "x", as_array("x", x, "[M, K]").shape)
         shape, of = (groups, self.in_features, columns), self.param_dtype
         kernel = _param(self, "kernel", self.kernel_init, shape, of, self.kernel_metadata)
@@ -277,7 +278,9 @@ class GroupedMLP(nn.Module):
         Args:
             x: [M, H]. group_sizes: integers [G]. probs: [M]; None: 1.
         """
-        x, wi, wo, wi_bias, wo_bias, *factors = _experts(self, self.num_groups, self.mlp_dim, x)
+        x, wi, wo, wi_bias, wo_bias, *factors = _experts(
+            self, self.num_groups, self.mlp_dim, as_array("x", x, "[M, H]")
+        )
         return grouped_mlp(
             x,
             wi,
@@ -297,7 +300,9 @@ def _experts(layer: Any, num_groups: int, mlp_dim: int, x: Array) -> tuple[Any, 
     """x, wi, wo, wi_bias, wo_bias, and A and B of both adapters, in the dtype of the computation; makes them."""
     hidden = layer.hidden
     sizes = {"num_groups": num_groups, "hidden": hidden, "mlp_dim": mlp_dim}
-    _layer_options.check_positive(type(layer).__name__.strip("_"), **sizes)
+    name = type(layer).__name__.strip("_")
+    _layer_options.check_positive(name, **sizes)
+    _layer_options.check_dtypes(name, layer.dtype, layer.param_dtype)
     wide, of = resolve(layer.activation).fc1_width(mlp_dim), layer.param_dtype
     wi = _param(layer, "wi", layer.kernel_init, (num_groups, hidden, wide), of, layer.wi_metadata)
     wo = _param(layer, "wo", layer.kernel_init, (num_groups, mlp_dim, hidden), of, layer.wo_metadata)
