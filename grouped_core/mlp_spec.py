@@ -370,6 +370,8 @@ def check(
     linear_spec.check_sizes(op.fc1().names, sizes)
     shapes = {"x": x, "wi": wi, "wo": wo, "probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
     check_ranks(op, **{name: None if spec is None else spec.shape for name, spec in shapes.items()})
+    if isinstance(x, ArraySpec) and x.dtype not in WIDE:
+        raise TypeError(f"`{n.x}`: dtype {x.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
     h = linear_spec.check_linear(op.fc1(), x, wi, sizes, wi_bias, None)
     layout = "[G, K, F]" if op.transposed else "[G, F, K]"
     k_axis, n_axis = op.fc2().weight_axes()
