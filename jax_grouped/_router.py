@@ -23,7 +23,7 @@ AxisName = str | tuple[str, ...] | None
 
 class Options(NamedTuple):
     router: Router
-    axis_name: AxisName
+    axis_name: tuple[str, ...] | None
 
 
 class Given(NamedTuple):
@@ -134,7 +134,7 @@ def _route_bwd(options: Options, saved: _Saved | None, cotangents: Routed) -> tu
     return reduce_to(d_logits, saved.varying), None
 
 
-def _before_sum(cotangent: Array, axes: AxisName) -> Array:
+def _before_sum(cotangent: Array, axes: tuple[str, ...] | None) -> Array:
     """The cotangent of what was summed over `axes`, given that of the sum.
 
     JAX defines the transpose of its sum differently with and without `check_vma`: with it, the sum is one value that
@@ -143,8 +143,7 @@ def _before_sum(cotangent: Array, axes: AxisName) -> Array:
     """
     if axes is None:
         return cotangent
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    missing = tuple(name for name in names if name not in varying_axes(cotangent))
+    missing = tuple(name for name in axes if name not in varying_axes(cotangent))
     local = jax.lax.pcast(jnp.zeros_like(cotangent), missing, to="varying") if missing else cotangent
     return jax.vjp(lambda value: jax.lax.psum(value, axes), local)[1](cotangent)[0]
 

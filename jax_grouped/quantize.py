@@ -22,7 +22,16 @@ from grouped_core.plans import Planner
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
-from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec, as_spec, one_group, to_int32
+from jax_grouped._arguments import (
+    AnyArray,
+    as_array,
+    as_operand,
+    as_operand_spec,
+    as_spec,
+    axis_names,
+    one_group,
+    to_int32,
+)
 from jax_grouped._run import RUN, reduce_to, varying_axes
 
 
@@ -177,8 +186,8 @@ def update_scaling(
     if previous is not None:
         scaling.check_state(previous, stacked=True)
         state = _reached(state, previous)
-    if axis_name is not None:
-        current = _values(jax.lax.pmax(_bits(state.history[..., 0, :]), axis_name))
+    if (axes := axis_names("update_scaling", axis_name)) is not None:
+        current = _values(jax.lax.pmax(_bits(state.history[..., 0, :]), axes))
         state = ScalingState(state.scale, state.history.at[..., 0, :].set(current), state.top, state.algorithm)
     (*lead, _, groups), steps = state.scale.shape, state.history.shape[-2]
     if not lead:
