@@ -173,18 +173,23 @@ def numbers(function: str, **values: Any) -> tuple[float, ...]:
 
 
 def _number(function: str, name: str, value: Any) -> float:
+    found = as_float(function, name, value)
+    if not abs(found) <= _LARGEST:
+        raise ValueError(f"`{name}` of {function}: {value!r}, expected a finite number; pass another one.")
+    return found
+
+
+def as_float(function: str, name: str, value: Any) -> float:
+    """A number as a Python float, also one that is not finite. Raises TypeError: it is none."""
     if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
         raise TypeError(f"`{name}` of {function}: {value!r}, expected a number; pass a float.")
     try:
-        found = float(value)
+        return float(value)
     except TypeError as error:  # of an array with several elements, or of one without a value
         raise TypeError(
             f"`{name}` of {function}: {value!r}, expected a number that is known when the function is called; pass a "
             "float, in JAX as a static argument."
         ) from error
-    if not abs(found) <= _LARGEST:
-        raise ValueError(f"`{name}` of {function}: {value!r}, expected a finite number; pass another one.")
-    return found
 
 
 def _wrong(option: str, came: Any, expected: str, remedy: str) -> ValueError:
@@ -273,7 +278,7 @@ def check_topk_router(
     if (key is None) != (not jitter):
         came = "None with jitter" if jitter else "given without jitter"
         raise _wrong("key", came, "a key if and only if logits are jittered", "pass both, or neither")
-    _key(name, key)
+    check_key(name, key)
 
 
 def check_of_layer(lead: tuple[int, ...], mask: tuple[int, ...] | None, experts: tuple[int, ...] | None) -> None:
@@ -294,7 +299,8 @@ def check_of_layer(lead: tuple[int, ...], mask: tuple[int, ...] | None, experts:
         )
 
 
-def _key(function: str, key: ArraySpec | None) -> None:
+def check_key(function: str, key: ArraySpec | None) -> None:
+    """Refuses a key of jitter that is not two words. Raises ValueError."""
     if key is not None and (key.dtype, tuple(key.shape)) != ("uint32", (2,)):
         raise ValueError(f"`key` of {function}: {key}, expected uint32[2], low word first; pass such an array.")
 
