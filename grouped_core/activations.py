@@ -286,7 +286,8 @@ def interleave(weight: Any, block: int, *, axis: int = -1) -> Any:
             computed with them.
 
     Raises:
-        ValueError: the axis is odd, or the block does not divide its half.
+        ValueError: the axis is odd or there is none of that number, or the block does not divide its half.
+        TypeError: the weight is no array, or the block no integer.
     """
     return _swap_blocks(weight, block, axis, blocked=False)
 
@@ -297,10 +298,22 @@ def deinterleave(weight: Any, block: int, *, axis: int = -1) -> Any:
 
 
 def _swap_blocks(weight: Any, block: int, axis: int, *, blocked: bool) -> Any:
+    if not hasattr(weight, "shape") or not hasattr(weight, "swapaxes"):
+        raise TypeError(
+            f"`weight` of interleave: {type(weight).__name__}, expected an array of NumPy, CuPy, JAX or PyTorch; "
+            "convert it first."
+        )
+    for name, value in (("block", block), ("axis", axis)):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"`{name}` of interleave: {value!r}, expected an integer; pass an int.")
     shape = tuple(weight.shape)
     if not shape:
         raise ValueError(
             "`weight` of interleave: shape (), expected at least one axis of columns; pass a weight or a bias."
+        )
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"`axis` of interleave: {axis}, expected one of the axes of {shape}; the last one is that of columns."
         )
     axis %= len(shape)
     width, odd = divmod(shape[axis], 2)

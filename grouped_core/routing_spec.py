@@ -358,19 +358,6 @@ def check_unpermute(y: ArraySpec, rows: int, inverse: ArraySpec, weights: ArrayS
     _shape(name, "weights", weights, tuple(inverse.shape), "as the experts of `permute`")
 
 
-def check_made_by(function: str, name: str, value: Any, kind: type, maker: str) -> None:
-    """Refuses what another function did, where it is not the `kind` that `maker` returns.
-
-    Raises:
-        TypeError: it is not.
-    """
-    if not isinstance(value, kind):
-        raise TypeError(
-            f"`{name}` of {function}: {type(value).__name__}, expected the {kind.__name__} that `{maker}` returns; "
-            "pass that."
-        )
-
-
 def check_experts_held(function: str, routed: int, held: int) -> None:
     """Refuses weights of another number of experts than the router chooses from: the others would add nothing.
 

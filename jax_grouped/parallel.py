@@ -24,7 +24,7 @@ from grouped_core.calls import spec_of
 from grouped_core.mlp_spec import Residuals
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
-from grouped_core.routing_spec import check_floats, check_made_by, check_shared, integers
+from grouped_core.routing_spec import check_floats, check_shared, integers
 from jax_grouped import _mesh, _parallel_moe, _ragged, route
 from jax_grouped._arguments import as_array, as_bound, axis_names, to_int32
 from jax_grouped._exchange import TRANSPORTS, Way, back, there, transport_option
@@ -237,6 +237,6 @@ def combine(y: Float[Array, "M H"], handle: Handle) -> Float[Array, "T H"]:
         ValueError: another number of rows. TypeError: a dtype does not fit, or it is no handle.
     """
     y = as_array("y", y, "[M, H]")
-    check_made_by("parallel.combine", "handle", handle, Handle, "dispatch")
+    linear_spec.check_made_by("parallel.combine", "handle", handle, Handle, "dispatch")
     exchange.check_combine("parallel.combine", spec_of(y), handle.way.option.rows)
     return back(route.unpermute(y, handle.permutation), handle.way)

@@ -136,7 +136,7 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
         master: of the logical shape of q, e.g. the float32 weight that q was quantised from once for several uses.
 
     Raises:
-        ValueError: shapes that differ. TypeError: q is not quantised.
+        ValueError: shapes that differ. TypeError: q is not quantised, or the master no array of floats.
     """
     check_quantized(q)
     array = as_array("master", master, "of the shape of q")
@@ -144,6 +144,8 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
         raise ValueError(
             f"`master`: shape {tuple(array.shape)}, expected {q.shape} = shape of `q`; pass its own master."
         )
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"`master`: dtype {array.dtype}, expected one of floats, which have a gradient; cast it first.")
     return StraightThrough(array, q)
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from grouped_core import routing as rules
 from grouped_core import routing_spec
 from grouped_core.calls import spec_of
+from grouped_core.linear_spec import check_made_by
 from grouped_core.routing_calls import SCORES as SCORES
 from grouped_core.routing_spec import alignment_for as alignment_for
 from grouped_core.routing_spec import router_option
@@ -330,7 +331,7 @@ def unpermute(
     """
     y = as_array("y", y, "[M, H]")
     factors = None if weights is None else as_array("weights", weights, "[T, k]")
-    routing_spec.check_made_by("unpermute", "permutation", permutation, Permutation, "permute")
+    check_made_by("unpermute", "permutation", permutation, Permutation, "permute")
     source, inverse = permutation.source, permutation.inverse
     of_factors = None if factors is None else spec_of(factors)
     routing_spec.check_unpermute(spec_of(y), source.shape[0], spec_of(inverse), of_factors)
@@ -373,6 +374,6 @@ def unpad_groups(rows: Float[AnyArray, "P H"], map: GroupPadding) -> Float[Array
         not what it returned.
     """
     rows = as_array("rows", rows, "[P, H]")
-    routing_spec.check_made_by("unpad_groups", "map", map, GroupPadding, "pad_groups")
+    check_made_by("unpad_groups", "map", map, GroupPadding, "pad_groups")
     routing_spec.check_unpad_groups(spec_of(rows), spec_of(map.source))
     return differentiable(_rows.take, None, rows, map.inverse, map.source)

@@ -201,3 +201,11 @@ def test_layouts_that_do_not_divide_are_refused() -> None:
     for shape, block in (((4, 10), 3), ((4, 9), 1), ((4, 8), 0)):
         with asserts.refused(ValueError, ("`block` of interleave", str(block), str(shape), "divisor", "choose")):
             interleave(np.zeros(shape), block)
+    for bad, fragments in (
+        ((np.zeros((4, 8)), 2, 2), ("`axis` of interleave", "2", "axes of (4, 8)", "columns")),
+        ((np.zeros((4, 8)), None, 1), ("`block` of interleave", "None", "an integer", "pass an int")),
+        (([1.0, 2.0], 1, 0), ("`weight` of interleave", "list", "an array", "convert it")),
+    ):
+        weight, block, axis = bad
+        with asserts.refused(ValueError if axis == 2 else TypeError, fragments):
+            deinterleave(weight, block, axis=axis)
