@@ -14,7 +14,7 @@ from grouped_core.activations import Activation
 from grouped_core.checkpoint_metadata import NAME, Recorded, check_activations, check_agreement, recorded
 from grouped_core.checkpoint_plan import WHOLE, Plan, Shard, fixed_or, interleave_option, plan
 from grouped_core.formats import Format
-from grouped_core.layouts import Layout, layout_option, stripped
+from grouped_core.layouts import Layout, layout_option, stacked, stripped
 from grouped_core.lora_layout import is_factor
 from grouped_core.safetensors_file import Facts, File
 
@@ -172,6 +172,7 @@ def loading(
         if interleave is not None:
             blocks = dict.fromkeys(notes.layers, given[1]) | blocks
         check_activations(notes, model.activations, reader.where)
+        _check_stacked(notes, model, blocks, reader.where)
         check_agreement(notes, model.layout, blocks, convert, reader.where)
     made = plan(reader.entries, source, model.layout, pair, targets=model.entries, shard=shard)
     if notes is not None:
@@ -186,6 +187,18 @@ def loading(
             "`prefix=` if the model is a part of the checkpoint, or the layout that its names have."
         )
     return made
+
+
+def _check_stacked(notes: Recorded, model: Model, blocks: Mapping[str, int | None], where: str) -> None:
+    """Refuses another order of columns of layers that a scan stacked, which no conversion turns."""
+    for place, key in stacked(model.entries, model.layout).items():
+        act = notes.layers.get(place)
+        if act is not None and place in blocks and act.interleave != blocks[place]:
+            raise ValueError(
+                f"checkpoint `{where}`: columns of `{key}`, of layers that a scan stacked, with interleave "
+                f"{act.interleave}, expected {blocks[place]} of the model; load it into a model with the former, and "
+                f"convert each layer with checkpoint.convert(..., interleave=({act.interleave}, {blocks[place]}))."
+            )
 
 
 def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None:

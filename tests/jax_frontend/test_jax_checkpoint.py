@@ -182,6 +182,42 @@ def test_modules_know_their_activation(tmp_path: Path) -> None:
     checkpoint.save(path, {"a": module, "b": params(module)}, "swiglu")
 
 
+def stacked_layers(form: str, seed: int, activation: Any = "swiglu") -> Any:
+    """Two layers as a scan over them has them."""
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(axis_size=2)
+    def made(rngs: nnx.Rngs) -> Any:
+        if form == "GroupedMLP":
+            return GroupedMLP(E, H, F, activation=activation, rngs=rngs)
+        return MoE(H, F, E, 2, shared_dim=16, activation=activation, rngs=rngs)
+
+    return made(nnx.Rngs(seed))
+
+
+@pytest.mark.rule("CKP-5", "CKP-6")
+@pytest.mark.parametrize("form", ["GroupedMLP", "MoE"])
+def test_stacked_layers_keep_their_order_of_columns(tmp_path: Path, form: str) -> None:
+    """No conversion turns them, so another order is refused, and never taken for the model's."""
+    path, blocked = tmp_path / "f.safetensors", Activation("swiglu", interleave=8)
+    given, same_order = stacked_layers(form, 0, blocked), stacked_layers(form, 1, blocked)
+    checkpoint.save(path, {"a": given})
+    checkpoint.load(path, {"a": same_order})
+    same(params(same_order), params(given))
+    model = stacked_layers(form, 2)
+    before = params(model)
+    for convert in (False, True):
+        with refused(ValueError, [f"`{path}`", "a.", "a scan stacked", "interleave 8, expected None", "each layer"]):
+            checkpoint.load(path, {"a": model}, convert=convert)
+    with refused(ValueError, ["activation of `a", "swiglu", "geglu_tanh"]):
+        checkpoint.load(path, {"a": stacked_layers(form, 2, "geglu_tanh")})
+    same(params(model), before)
+    for target, block in (("hugging_face", None), ("jax_grouped", (None, 8))):
+        with refused(ValueError, ["wi` of shape (2,", "expected the experts of one layer", "one by one"]):
+            checkpoint.convert(model, "jax_grouped", target, interleave=block)
+    same(checkpoint.convert(model, "jax_grouped", "jax_grouped"), before)
+
+
 @pytest.mark.rule("CKP-6")
 def test_another_order_of_columns_is_refused_and_converted(tmp_path: Path) -> None:
     path, given = tmp_path / "f.safetensors", moe(activation=Activation("swiglu", interleave=8), use_bias=True)
