@@ -154,6 +154,8 @@ def loading(
     source = layout_option(layout) if notes is None else notes.layout
     blocks = {place: act.interleave for place, act in model.activations.items()}
 
+    unknown: list[str] = []
+
     def pair(place: str) -> tuple[int | None, int | None]:
         if notes is None:
             mine = fixed_or(source, given[0])
@@ -166,6 +168,7 @@ def loading(
             )
         if place in blocks:
             return act.interleave, blocks[place]
+        unknown.append(place)
         return act.interleave, act.interleave if interleave is None else given[1]
 
     if notes is not None:
@@ -177,6 +180,8 @@ def loading(
     made = plan(reader.entries, source, model.layout, pair, targets=model.entries, shard=shard)
     if notes is not None:
         _same_formats(notes, model, made, reader.where)
+        if interleave is None and unknown:
+            _check_known(notes, blocks, unknown[0], reader.where)
     missing = [key for key in made.missing if key not in model.optional]
     factors = {key for key in model.entries if is_factor(key)}
     if factors != model.entries.keys() and factors <= set(missing):  # a base without adapters
@@ -187,6 +192,20 @@ def loading(
             "`prefix=` if the model is a part of the checkpoint, or the layout that its names have."
         )
     return made
+
+
+def _check_known(notes: Recorded, blocks: Mapping[str, int | None], unknown: str, where: str) -> None:
+    """Refuses to turn the columns of some experts and not those of others, such as the moments of an optimiser, whose
+    order in the model is not known.
+    """
+    for place, block in blocks.items():
+        act = notes.layers.get(place)
+        if act is not None and act.interleave != block:
+            raise ValueError(
+                f"checkpoint `{where}`: `{unknown}` beside `{place}`, whose columns change from interleave "
+                f"{act.interleave} to {block}, expected to know the order of both; pass "
+                f"interleave=({act.interleave}, {block})."
+            )
 
 
 def _check_stacked(notes: Recorded, model: Model, blocks: Mapping[str, int | None], where: str) -> None:

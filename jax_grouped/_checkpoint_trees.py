@@ -49,9 +49,9 @@ def facts_of(value: Any) -> Facts:
 
 
 def is_module(value: Any) -> bool:
-    """Whether it is a Flax NNX module; Flax is not imported for that."""
+    """Whether it is a module or an optimiser of Flax NNX, which are updated in place; Flax is not imported for that."""
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Module)
+    return nnx is not None and isinstance(value, nnx.Module | nnx.Optimizer)
 
 
 def _is_leaf(value: Any) -> bool:

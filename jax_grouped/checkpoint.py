@@ -43,7 +43,7 @@ def save(path: str | os.PathLike[str], tree: Any, spec: Spec = None, *, shard: t
         path: a name that ends in `.safetensors` is a file, any other a folder of Orbax; with `shard` a folder in which
             each rank writes its own safetensors file. A checkpoint that is there is replaced.
         tree: any pytree of arrays and `QTensor`s, such as parameters beside the state of an optimiser, and Flax NNX
-            modules, alone or as leaves. Keys of random numbers in modules are not saved.
+            modules and optimisers, alone or as leaves. Keys of random numbers in modules are not saved.
         spec: the activation of experts that are plain arrays: an `Activation`, the name of a kind, or a mapping of
             paths of layers to these. NNX modules know theirs.
         shard: (rank, ranks): the experts are those of one rank, in order, and are named by their numbers among all.
@@ -94,14 +94,14 @@ def load(
     prefix: str = "",
     shard: tuple[int, int] | None = None,
 ) -> _Tree:
-    """Loads a checkpoint as a tree like `like`, with its shardings; NNX modules are updated in place.
+    """Loads a checkpoint as a tree like `like`, with its shardings; NNX modules and optimisers are updated in place.
 
     Everything is checked before an array is read. A warning lists arrays that have no place in the tree.
     A checkpoint without adapters leaves those of the tree as they are.
 
     Args:
         path: a safetensors file, a folder of such files, or a folder of Orbax.
-        like: a tree of arrays, `jax.ShapeDtypeStruct`s and `QTensor`s, or an NNX module.
+        like: a tree of arrays, `jax.ShapeDtypeStruct`s and `QTensor`s, NNX modules and optimisers, or one of them.
         layout: of a foreign checkpoint, a name of `grouped_core.layouts.LAYOUTS`; ours record theirs.
         interleave: of a foreign checkpoint, the block in which gate and linear columns alternate. Trees of arrays do
             not know theirs either: a pair is that of the checkpoint and of the tree.
@@ -111,7 +111,7 @@ def load(
         shard: (rank, ranks): the tree has the experts of one rank, and takes them from those of all ranks.
 
     Returns:
-        The tree; an NNX module is `like` itself.
+        The tree; an NNX module or optimiser is `like` itself.
 
     Raises:
         ValueError: the checkpoint is damaged, ambiguous, or does not fit. KeyError: it lacks arrays of the tree.

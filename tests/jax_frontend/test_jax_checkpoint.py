@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grouped_core.safetensors_file import File
-from jax_grouped import Activation, FP8Delayed, QTensor, checkpoint, dequantize, linen, quantize
+from jax_grouped import Activation, FP8Delayed, QTensor, checkpoint, dequantize, interleave, linen, quantize
 from jax_grouped.nnx import GroupedMLP, MoE
 from tests.asserts import bitwise, refused
 from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, written
@@ -180,6 +180,29 @@ def test_modules_know_their_activation(tmp_path: Path) -> None:
             checkpoint.save(path, {"a": module}, spec)
     checkpoint.save(path, {"a": module, "b": params(module)}, {"b": "swiglu"})
     checkpoint.save(path, {"a": module, "b": params(module)}, "swiglu")
+
+
+@pytest.mark.rule("CKP-4", "CKP-6")
+@jax.numpy_dtype_promotion("standard")  # optax needs it
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+def test_an_optimizer_is_loaded_in_place_in_the_order_of_its_module(tmp_path: Path, name: str) -> None:
+    def pair(seed: int, **options: Any) -> Any:
+        model = moe(seed, **options)
+        return {"model": model, "opt": nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)}
+
+    given, path = pair(0), tmp_path / name
+    given["opt"].update(given["model"], nnx.grad(lambda model: jnp.square(model(rows())[0]).mean())(given["model"]))
+    checkpoint.save(path, given, "swiglu")
+    like = pair(1)
+    assert checkpoint.load(path, like)["opt"] is like["opt"]
+    same(params(like["opt"]), params(given["opt"]))
+    blocked = pair(2, activation=Activation("swiglu", interleave=8))
+    with refused(ValueError, ["`opt.opt_state.0.", "beside `model.experts`", "None to 8", "interleave=(None, 8)"]):
+        checkpoint.load(path, blocked, convert=True)
+    checkpoint.load(path, blocked, convert=True, interleave=(None, 8))
+    moments, expected = (params(each["opt"])["opt_state"][0]["mu"]["wi"] for each in (blocked, given))
+    bitwise(moments, interleave(expected, 8), "moments")
+    assert float(jnp.abs(moments).sum()) > 0
 
 
 def stacked_layers(form: str, seed: int, activation: Any = "swiglu") -> Any:
