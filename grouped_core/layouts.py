@@ -448,7 +448,11 @@ def stacked(entries: Mapping[str, Facts], layout: Layout) -> dict[str, str]:
     their first weight. They are no units, so no conversion knows where their axes and columns are.
     """
     keys = {stripped(key): key for key in entries}
-    layers = {join(path, layout.experts): path for path, roles in _matched(keys, _table(layout, "layer")).items()}
+    layers = {
+        join(path, layout.experts): path
+        for path, roles in _matched(keys, _table(layout, "layer")).items()
+        if "router" in roles
+    }
     found: dict[str, str] = {}
     for path, roles in _matched(keys, _table(layout, "mlp")).items():
         of_weights = [roles[name].parts.get("", {}).values() for name in ("wi", "wo") if name in roles]
