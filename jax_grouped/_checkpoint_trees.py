@@ -194,7 +194,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def to_numpy(value: Any) -> NDArray[Any]:
+def to_numpy(name: str, value: Any) -> NDArray[Any]:
     """The values on the host.
 
     Raises:
@@ -202,7 +202,7 @@ def to_numpy(value: Any) -> NDArray[Any]:
     """
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise ValueError(
-            f"array of a checkpoint: shape {value.shape}, of which this process has a part, expected whole arrays for "
+            f"`{name}` of a checkpoint: shape {value.shape}, of which this process has a part, expected whole arrays for "
             "a safetensors file; save to a folder, which uses Orbax, or pass `shard=`."
         )
     return np.asarray(value)

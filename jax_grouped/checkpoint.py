@@ -64,7 +64,8 @@ def save(path: str | os.PathLike[str], tree: Any, spec: Spec = None, *, shard: t
         _orbax.write(path, arrays, made.metadata)
         return
     entries = {key: facts for move in made.plan.moves for key, facts in zip(move.targets, move.facts, strict=True)}
-    values = ((each.key, to_numpy(each.value)) for each in executed(made.plan, made.flat.__getitem__, JAX))
+    moved = executed(made.plan, made.flat.__getitem__, JAX)
+    values = ((each.key, to_numpy(each.key, each.value)) for each in moved)
     safetensors_file.write(part_file(path, ranks), entries, {NAME: made.metadata}, values)
 
 

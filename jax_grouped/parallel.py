@@ -9,7 +9,7 @@ one rank sends to one rank at most, H hidden size, F expert width, W columns of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -128,6 +128,12 @@ def moe(
     arrays |= {"wi_bias": wi_bias, "wo_bias": wo_bias, "lora_key": lora_key}
     arrays |= {each: routing.pop(each, None) for each in ("mask", "experts", "bias", "key", "sequence_sizes")}
     arrays = {each: taken(each, value) for each, value in arrays.items() if value is not None}
+    for each, option in routing.items():
+        if not isinstance(option, Hashable):
+            raise TypeError(
+                f"`{each}` of {function}: {type(option).__name__}, expected a Python value, for which the program is "
+                "compiled; pass e.g. a float."
+            )
     plan = _parallel_moe.Plan(
         axes=axes,
         transport=name,

@@ -364,6 +364,13 @@ def test_a_base_loads_beside_adapters(tmp_path: Path) -> None:
     same(after, {key: plain.get(key, value) for key, value in before.items()})
 
 
+def test_arrays_of_other_processes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"a": {"b": jnp.ones(3)}}
+    monkeypatch.setattr(type(given["a"]["b"]), "is_fully_addressable", False)
+    with refused(ValueError, ["`a.b` of a checkpoint", "shape (3,)", "expected whole arrays", "`shard=`"]):
+        checkpoint.save(tmp_path / "f.safetensors", given)
+
+
 def test_bad_arguments_and_trees(tmp_path: Path) -> None:
     path, tree = tmp_path / "f.safetensors", params(moe())
     with refused(ValueError, ["`spec` of save", "`experts`", "expected an Activation"]):

@@ -752,6 +752,7 @@ def test_refusals(name: str) -> None:
 WRONG: dict[str, tuple[type[Exception], dict[str, Any], tuple[str, ...]]] = {
     "axes": (TypeError, {"axes": "expert"}, ("`axes` of parallel.moe", "str", "a MeshAxes", "with the names")),
     "mesh": (TypeError, {"mesh": "cpu"}, ("`mesh` of parallel.moe", "str", "a jax.sharding.Mesh", "make_mesh")),
+    "scale": (TypeError, {"scale": jnp.float32(2)}, ("`scale` of parallel.moe", "ArrayImpl", "Python value", "float")),
     "factor": (TypeError, {"budget_factor": "2"}, ("`budget_factor` of parallel.moe", "'2'", "a number", "pass")),
     "mask": (TypeError, {"mask": [True] * T}, ("`mask`", "list", "array [T]", "jnp.asarray")),
     "bias": (TypeError, {"wi_bias": [0.0]}, ("`wi_bias`", "list", "array [E, W]", "jnp.asarray")),
