@@ -202,8 +202,8 @@ def to_numpy(name: str, value: Any) -> NDArray[Any]:
     """
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise ValueError(
-            f"`{name}` of a checkpoint: shape {value.shape}, of which this process has a part, expected whole arrays for "
-            "a safetensors file; save to a folder, which uses Orbax, or pass `shard=`."
+            f"`{name}` of a checkpoint: shape {value.shape}, of which this process has a part, expected whole arrays "
+            "for a safetensors file; save to a folder, which uses Orbax, or pass `shard=`."
         )
     return np.asarray(value)
 
