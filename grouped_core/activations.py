@@ -229,7 +229,7 @@ class Activation:
         if value is None and name == "limit":
             return None
         low = 0.0 if name in _POSITIVE else -math.inf
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= low:
+        if not isinstance(value, (int, float, np.integer, np.floating)) or not math.isfinite(value) or value <= low:
             wanted = "a finite number above 0" if name in _POSITIVE else "a finite number"
             raise ValueError(
                 f"`{name}` of Activation: {value!r}, expected {wanted} for {self.kind}; default: {defaults[name]}."
@@ -242,8 +242,9 @@ class Activation:
             return
         if not self.gated:
             raise ValueError(f"`interleave` of Activation: {s!r}, but {self.kind} is not gated; leave it out.")
-        if isinstance(s, bool) or not isinstance(s, int) or s < 1:
+        if isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 1:
             raise ValueError(f"`interleave` of Activation: {s!r}, expected None or a block of 1 or more; use an int.")
+        object.__setattr__(self, "interleave", int(s))
 
     @property
     def gated(self) -> bool:

@@ -135,15 +135,23 @@ def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
             the options of `layer`; also of layers that `nn.scan` stacked, adapters on the same axis as weights.
 
     Raises:
-        TypeError: `layer` is none of these layers. ValueError: there are no adapters, or not those of `layer`.
+        TypeError: `layer` is none of these layers, or `variables` no mapping. ValueError: there are no adapters or no
+            weights, or the adapters are not those of `layer`.
     """
     if not isinstance(layer, GroupedLinear | GroupedMLP | MoE):
         raise TypeError(
             f"`layer` of merge: {type(layer).__name__}, expected a GroupedLinear, GroupedMLP or MoE; pass the layer "
             "that has the adapters, and the variables of the model around it."
         )
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"`variables` of merge: {type(variables).__name__}, expected collections by name; pass those of `init`, or "
+            "of training."
+        )
     if LORA not in variables:
         raise ValueError("`variables` of merge: no collection `lora`, expected one; make the layers with `lora_rank`.")
+    if "params" not in variables:
+        raise ValueError("`variables` of merge: no collection `params`, expected one; pass the weights too.")
     rank, scaling, _ = _of_lora(layer)
     if not rank:
         raise ValueError(

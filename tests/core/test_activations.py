@@ -196,6 +196,13 @@ def test_layouts_convert_there_and_back(library: str) -> None:
         asserts.bitwise(np.asarray(deinterleave(mixed, block, axis=1)), weight)
 
 
+@pytest.mark.rule("MLP-3")
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = Activation("clamped_qgeglu", alpha=np.float32(1.5), limit=np.int64(7), interleave=np.int64(2))
+    assert given == Activation("clamped_qgeglu", alpha=1.5, limit=7.0, interleave=2)
+    assert [type(each) for each in (given.alpha, given.limit, given.interleave)] == [float, float, int]
+
+
 @pytest.mark.rule("ERR-1", "MLP-5")
 def test_layouts_that_do_not_divide_are_refused() -> None:
     for shape, block in (((4, 10), 3), ((4, 9), 1), ((4, 8), 0)):

@@ -406,3 +406,6 @@ def test_bad_arguments_and_trees(tmp_path: Path) -> None:
             checkpoint.convert(tree, **({"source": "flax", "target": "flax"} | {name: "x"}))
     with refused(ValueError, ["`interleave`: 0", "1 or more"]):
         checkpoint.convert(tree, "flax", "flax", interleave=0)
+    for call, given in ((checkpoint.from_peft, ([1.0], [1.0], 2)), (checkpoint.to_peft, (None, None))):
+        with refused(TypeError, ["`a`", "expected an array", "convert it"]):
+            call(*given)

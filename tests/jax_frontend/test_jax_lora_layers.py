@@ -253,6 +253,10 @@ def test_adapters_are_merged_by_their_own_options_alone():
     for other, kind, words in bad:
         with asserts.refused(kind, words):
             linen.merge(other, variables)
+    with asserts.refused(TypeError, ["`variables` of merge", "NoneType", "collections by name", "pass those"]):
+        linen.merge(layer.definition, None)
+    with asserts.refused(ValueError, ["`variables` of merge", "no collection `params`", "expected one", "weights"]):
+        linen.merge(layer.definition, {"lora": layer.factors})
 
 
 @pytest.mark.rule("LOR-5", "ERR-1")
