@@ -185,7 +185,7 @@ def as_float(function: str, name: str, value: Any) -> float:
         raise TypeError(f"`{name}` of {function}: {value!r}, expected a number; pass a float.")
     try:
         return float(value)
-    except TypeError as error:  # of an array with several elements, or of one without a value
+    except (TypeError, ValueError) as error:  # of an array with several elements, or of one without a value
         raise TypeError(
             f"`{name}` of {function}: {value!r}, expected a number that is known when the function is called; pass a "
             "float, in JAX as a static argument."

@@ -478,3 +478,15 @@ def test_tokens_may_have_more_slots_than_a_router_gives() -> None:
     slots = np.random.default_rng(0).integers(-1, 3, (6, 40)).astype(np.int32)
     both = [_tokens(each, experts=slots, weights=draw(6, 40, seed=1)) for each in FRONTENDS]
     asserts.bitwise(as_numpy(both[1]), as_numpy(both[0]))
+
+
+@pytest.mark.rule("ERR-1", "ALL-1")
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_numbers_that_are_arrays_and_large_capacities(frontend: str) -> None:
+    library, array = FRONTENDS[frontend]
+    bias, load, logits = array(draw(4)), array(np.arange(4, dtype=np.int32)), array(draw(6, 4))
+    with asserts.refused(TypeError, ("`rate` of update_bias", "expected a number that is known", "pass a float")):
+        library.route.update_bias(bias, load, array(draw(2)))
+    weights, _, aux = library.route.topk_router(logits, 2, capacity_factor=1e38)
+    asserts.bitwise(as_numpy(weights), as_numpy(library.route.topk_router(logits, 2)[0]))
+    assert int(aux.dropped) == 0
