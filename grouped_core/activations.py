@@ -229,7 +229,7 @@ class Activation:
         if value is None and name == "limit":
             return None
         low = 0.0 if name in _POSITIVE else -math.inf
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= low:
+        if not isinstance(value, (int, float, np.integer, np.floating)) or not math.isfinite(value) or value <= low:
             wanted = "a finite number above 0" if name in _POSITIVE else "a finite number"
             raise ValueError(
                 f"`{name}` of Activation: {value!r}, expected {wanted} for {self.kind}; default: {defaults[name]}."
@@ -242,8 +242,9 @@ class Activation:
             return
         if not self.gated:
             raise ValueError(f"`interleave` of Activation: {s!r}, but {self.kind} is not gated; leave it out.")
-        if isinstance(s, bool) or not isinstance(s, int) or s < 1:
+        if isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 1:
             raise ValueError(f"`interleave` of Activation: {s!r}, expected None or a block of 1 or more; use an int.")
+        object.__setattr__(self, "interleave", int(s))
 
     @property
     def gated(self) -> bool:
@@ -286,7 +287,8 @@ def interleave(weight: Any, block: int, *, axis: int = -1) -> Any:
             computed with them.
 
     Raises:
-        ValueError: the axis is odd, or the block does not divide its half.
+        ValueError: the axis is odd or there is none of that number, or the block does not divide its half.
+        TypeError: the weight is no array, or the block no integer.
     """
     return _swap_blocks(weight, block, axis, blocked=False)
 
@@ -297,10 +299,22 @@ def deinterleave(weight: Any, block: int, *, axis: int = -1) -> Any:
 
 
 def _swap_blocks(weight: Any, block: int, axis: int, *, blocked: bool) -> Any:
+    if not hasattr(weight, "shape") or not hasattr(weight, "swapaxes"):
+        raise TypeError(
+            f"`weight` of interleave: {type(weight).__name__}, expected an array of NumPy, CuPy, JAX or PyTorch; "
+            "convert it first."
+        )
+    for name, value in (("block", block), ("axis", axis)):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"`{name}` of interleave: {value!r}, expected an integer; pass an int.")
     shape = tuple(weight.shape)
     if not shape:
         raise ValueError(
             "`weight` of interleave: shape (), expected at least one axis of columns; pass a weight or a bias."
+        )
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"`axis` of interleave: {axis}, expected one of the axes of {shape}; the last one is that of columns."
         )
     axis %= len(shape)
     width, odd = divmod(shape[axis], 2)

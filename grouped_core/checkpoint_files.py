@@ -14,7 +14,7 @@ from grouped_core.activations import Activation
 from grouped_core.checkpoint_metadata import NAME, Recorded, check_activations, check_agreement, recorded
 from grouped_core.checkpoint_plan import WHOLE, Plan, Shard, fixed_or, interleave_option, plan
 from grouped_core.formats import Format
-from grouped_core.layouts import Layout, layout_option, stripped
+from grouped_core.layouts import Layout, layout_option, stacked, stripped
 from grouped_core.lora_layout import is_factor
 from grouped_core.safetensors_file import Facts, File
 
@@ -154,6 +154,8 @@ def loading(
     source = layout_option(layout) if notes is None else notes.layout
     blocks = {place: act.interleave for place, act in model.activations.items()}
 
+    unknown: list[str] = []
+
     def pair(place: str) -> tuple[int | None, int | None]:
         if notes is None:
             mine = fixed_or(source, given[0])
@@ -166,16 +168,20 @@ def loading(
             )
         if place in blocks:
             return act.interleave, blocks[place]
+        unknown.append(place)
         return act.interleave, act.interleave if interleave is None else given[1]
 
     if notes is not None:
         if interleave is not None:
             blocks = dict.fromkeys(notes.layers, given[1]) | blocks
         check_activations(notes, model.activations, reader.where)
+        _check_stacked(notes, model, blocks, reader.where)
         check_agreement(notes, model.layout, blocks, convert, reader.where)
     made = plan(reader.entries, source, model.layout, pair, targets=model.entries, shard=shard)
     if notes is not None:
         _same_formats(notes, model, made, reader.where)
+        if interleave is None and unknown:
+            _check_known(notes, blocks, unknown[0], reader.where)
     missing = [key for key in made.missing if key not in model.optional]
     factors = {key for key in model.entries if is_factor(key)}
     if factors != model.entries.keys() and factors <= set(missing):  # a base without adapters
@@ -186,6 +192,32 @@ def loading(
             "`prefix=` if the model is a part of the checkpoint, or the layout that its names have."
         )
     return made
+
+
+def _check_known(notes: Recorded, blocks: Mapping[str, int | None], unknown: str, where: str) -> None:
+    """Refuses to turn the columns of some experts and not those of others, such as the moments of an optimiser, whose
+    order in the model is not known.
+    """
+    for place, block in blocks.items():
+        act = notes.layers.get(place)
+        if act is not None and act.interleave != block:
+            raise ValueError(
+                f"checkpoint `{where}`: `{unknown}` beside `{place}`, whose columns change from interleave "
+                f"{act.interleave} to {block}, expected to know the order of both; pass "
+                f"interleave=({act.interleave}, {block})."
+            )
+
+
+def _check_stacked(notes: Recorded, model: Model, blocks: Mapping[str, int | None], where: str) -> None:
+    """Refuses another order of columns of layers that a scan stacked, which no conversion turns."""
+    for place, key in stacked(model.entries, model.layout).items():
+        act = notes.layers.get(place)
+        if act is not None and place in blocks and act.interleave != blocks[place]:
+            raise ValueError(
+                f"checkpoint `{where}`: columns of `{key}`, of layers that a scan stacked, with interleave "
+                f"{act.interleave}, expected {blocks[place]} of the model; load it into a model with the former, and "
+                f"convert each layer with checkpoint.convert(..., interleave=({act.interleave}, {blocks[place]}))."
+            )
 
 
 def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from grouped_core.activations import Activation, resolve
@@ -62,8 +63,8 @@ def beside(spec: Spec, known: Mapping[str, Activation]) -> Spec:
         given = activation_of(spec, place, gated=False)
         if given is not None and given != own:
             raise ValueError(
-                f"`spec` of save: {given} for the layer `{place}`, which has {own}, expected those of other experts "
-                "alone; pass a mapping of their paths to activations."
+                f"`spec` of save: {given} for `{place}`, expected {own} of its module; leave it out, or pass a mapping "
+                "of the paths of other experts."
             )
     return {**spec, **known} if isinstance(spec, Mapping) else spec
 
@@ -86,11 +87,19 @@ def activation_of(spec: Spec, place: str, gated: bool) -> Activation | None:
     return None if found is None else resolve(found)
 
 
-def described(plan: Plan, order: str, spec: Spec, formats: Mapping[str, tuple[Format, ...]], ranks: int) -> str:
+def described(
+    plan: Plan,
+    order: str,
+    spec: Spec,
+    formats: Mapping[str, tuple[Format, ...]],
+    ranks: int,
+    stacked: Mapping[str, int] = MappingProxyType({}),
+) -> str:
     """The metadata of a checkpoint, as JSON.
 
     Args:
-        plan: that made its tensors. spec: as in `save`. formats: of quantised weights.
+        plan: that made its tensors. spec: as in `save`. formats: of quantised weights. stacked: the number of experts
+            of layers that a scan stacked, by place; recorded where their activation is known.
 
     Raises:
         ValueError: the activation of a layer with a gate is missing.
@@ -111,6 +120,12 @@ def described(plan: Plan, order: str, spec: Spec, formats: Mapping[str, tuple[Fo
             if act is None or act.interleave is None
             else "interleaved",
         }
+    for place, groups in stacked.items():
+        act = activation_of(spec, place, gated=False)
+        if act is not None and place not in layers:
+            gate = "" if not act.gated else "first" if act.interleave is None else "interleaved"
+            facts = {"groups": groups, "form": "grouped", "activation": dataclasses.asdict(act), "gate": gate}
+            layers[place] = {"kind": "stacked", **facts}
     notes = {
         "version": VERSION,
         "layout": order,

@@ -12,7 +12,7 @@ from grouped_core.checkpoint_metadata import FILES, Spec, described
 from grouped_core.checkpoint_plan import Move, Plan, Shard, fixed_or, interleave_option, plan
 from grouped_core.formats import FORMATS, Format, QTensor
 from grouped_core.layout_steps import Arrays, run_steps
-from grouped_core.layouts import LAYOUTS, Layout, layout_option
+from grouped_core.layouts import LAYOUTS, Layout, layout_option, stacked
 from grouped_core.lora_layout import is_factor
 from grouped_core.safetensors_file import Facts, numpy_dtype
 
@@ -89,6 +89,12 @@ def converted(
     coded = coded_keys(facts)
     given = interleave_option(interleave)
     pair = (fixed_or(here, given[0]), fixed_or(there, given[1]))
+    if here != there or pair[0] != pair[1]:
+        for key in stacked(facts, here).values():
+            raise ValueError(
+                f"checkpoint: `{key}` of shape {facts[key].shape}, expected the experts of one layer, with three axes; "
+                "convert the layers that a scan stacked one by one, e.g. with jax.tree.map(lambda a: a[layer], tree)."
+            )
     made = plan(widened_entries(facts, coded), here, there, lambda _: pair)
 
     def read(key: str) -> Any:
@@ -200,7 +206,8 @@ def saving(
     }
     if shard.ranks > 1:
         named = {}  # of members; files of one checkpoint have the same metadata
-    return Saved(made, described(made, order, spec, named, shard.ranks), flat)
+    layers = {place: facts[key].shape[1] for place, key in stacked(facts, here).items()}
+    return Saved(made, described(made, order, spec, named, shard.ranks, layers), flat)
 
 
 _SCALING = re.compile(r"scaling[._](scale|history|top)$")

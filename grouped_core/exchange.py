@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from grouped_core import routing, routing_calls
 from grouped_core.calls import MAX_GROUPS, ArraySpec
@@ -23,6 +23,7 @@ from grouped_core.formats import WIDE, Format
 from grouped_core.products import Array, Runner
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.routing_spec import as_float
 
 ALIGN = 8
 """Rows that a budget from a factor is a multiple of, so that the part of each rank is aligned."""
@@ -72,10 +73,10 @@ def exchange_option(
     """
     own = own_experts(function, experts, ranks)
     most = max(1, tokens * min(slots, own))
-    if budget_factor is None:
+    factor = check_budget_factor(function, budget_factor)
+    if factor is None:
         return Exchange(ranks, experts, tokens, slots, most)
-    check_budget_factor(function, budget_factor)
-    wanted = math.ceil(budget_factor * tokens * slots / ranks)
+    wanted = math.ceil(factor * tokens * slots / ranks)
     return Exchange(ranks, experts, tokens, slots, min(most, max(ALIGN, -(-wanted // ALIGN) * ALIGN)))
 
 
@@ -95,17 +96,21 @@ def own_experts(function: str, experts: int, ranks: int) -> int:
     return experts // ranks
 
 
-def check_budget_factor(function: str, factor: float | None) -> None:
-    """Refuses a factor that gives no budget.
+def check_budget_factor(function: str, factor: Any) -> float | None:
+    """A factor as a Python float; refuses one that gives no budget.
 
     Raises:
-        ValueError: it is not a finite number above 0.
+        TypeError: it is not a number. ValueError: it is not finite, or not above 0.
     """
-    if factor is not None and not 0 < factor < math.inf:
+    if factor is None:
+        return None
+    found = as_float(function, "budget_factor", factor)
+    if not 0 < found < math.inf:
         raise ValueError(
             f"`budget_factor` of {function}: {factor}, expected None or a finite number above 0; 2.0 leaves room for "
             "twice the mean, None for every row."
         )
+    return found
 
 
 def format_sent(

@@ -443,6 +443,25 @@ def units_of(entries: Mapping[str, Facts], layout: Layout, *, strip: bool, place
     return Keys(found, {name: key for name, key in keys.items() if key not in taken})
 
 
+def stacked(entries: Mapping[str, Facts], layout: Layout) -> dict[str, str]:
+    """Experts whose plain weights have an axis of layers in front, as a scan over layers has them: by place, the key of
+    their first weight. They are no units, so no conversion knows where their axes and columns are.
+    """
+    keys = {stripped(key): key for key in entries}
+    layers = {
+        join(path, layout.experts): path
+        for path, roles in _matched(keys, _table(layout, "layer")).items()
+        if "router" in roles
+    }
+    found: dict[str, str] = {}
+    for path, roles in _matched(keys, _table(layout, "mlp")).items():
+        of_weights = [roles[name].parts.get("", {}).values() for name in ("wi", "wo") if name in roles]
+        weights = [key for keys_of_one in of_weights for key in keys_of_one]
+        if len(of_weights) == 2 and weights and all(len(entries[key].shape) == 4 for key in weights):
+            found[join(layers[path], "experts") if path in layers else path] = weights[0]
+    return found
+
+
 def _first_keys(unit: Unit) -> Iterator[str]:
     return (key for role in unit.roles.values() for key in role.keys)
 

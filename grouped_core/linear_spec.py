@@ -141,6 +141,19 @@ _NO_RECIPE = BoundRecipe(None)
 _without_arrays = lru_cache(maxsize=256)(BoundRecipe)
 
 
+def check_made_by(function: str, name: str, value: Any, kind: type, maker: str) -> None:
+    """Refuses what another function did, where it is not the `kind` that `maker` returns.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"`{name}` of {function}: {type(value).__name__}, expected the {kind.__name__} that `{maker}` returns; "
+            "pass that."
+        )
+
+
 def dtype_option(dtype: Any) -> str | None:
     """The name of the dtype that a user chose; text that names no dtype is kept, and `check_linear` refuses it."""
     if dtype is None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from grouped_core import gradients, linear_spec
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
 from grouped_core.formats import WIDE, QTensor, wide
@@ -27,7 +29,7 @@ from grouped_core.recipes import plain
 MAX_RANK = 256
 LORA = "lora"
 """The argument of public functions that holds an adapter."""
-_NUMBERS = (int, float)
+_NUMBERS = (int, float, np.integer, np.floating)
 
 
 @hashed_once
@@ -76,11 +78,9 @@ def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> 
         ValueError: `scaling` is not a finite number, `dropout` is not from 0 to 1 without 1, or a key is given without
             dropout, or the other way round.
     """
-    number = isinstance(scaling, _NUMBERS) and not isinstance(scaling, bool)
-    if not number or not math.isfinite(scaling):
+    if not _is_finite(scaling):
         raise ValueError(f"`{name}_scaling`: {scaling!r}, expected a finite number; pass alpha / r as a float.")
-    number = isinstance(dropout, _NUMBERS) and not isinstance(dropout, bool)
-    if not number or not 0 <= dropout < 1:
+    if not _is_finite(dropout) or not 0 <= dropout < 1:
         raise ValueError(f"`{name}_dropout`: {dropout!r}, expected 0 to 1, without 1; pass a rate such as 0.05.")
     if (key is None) == (dropout > 0):
         came = f"None with a dropout of {dropout}" if dropout else "given without dropout"
@@ -88,6 +88,10 @@ def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> 
             f"`{name}_key`: {came}, expected a key if and only if elements are dropped; pass both, or neither."
         )
     return Adapter(name, float(scaling), float(dropout), stream)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, _NUMBERS) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class LayerOptions(NamedTuple):
@@ -115,15 +119,15 @@ def layer_options(layer: str, rank: Any, alpha: Any, dropout: Any) -> LayerOptio
                 "and 0.0; pass a rank, or leave them out."
             )
         return LayerOptions()
-    if isinstance(rank, bool) or not isinstance(rank, int):
+    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
         raise TypeError(f"`lora_rank` of {layer}: {rank!r}, expected an integer or None; pass a rank such as 16.")
     if not 1 <= rank <= MAX_RANK:
         raise ValueError(f"`lora_rank` of {layer}: {rank}, expected 1 to {MAX_RANK}; choose one of these.")
-    if alpha is not None and not (isinstance(alpha, _NUMBERS) and not isinstance(alpha, bool) and math.isfinite(alpha)):
-        raise ValueError(f"`lora_alpha` of {layer}: {alpha!r}, expected a finite number or None; pass one such as 32.")
+    if alpha is not None and not _is_finite(alpha):
+        raise ValueError(f"`lora_alpha` of {layer}: {alpha!r}, expected a finite number or None; None is the rank.")
     scaling = 1.0 if alpha is None else alpha / rank
     option(LORA, scaling, dropout, object() if dropout else None)
-    return LayerOptions(rank, float(scaling), float(dropout))
+    return LayerOptions(int(rank), float(scaling), float(dropout))
 
 
 def pair_option(given: Any, name: str = LORA) -> tuple[Any, Any]:
@@ -134,8 +138,9 @@ def pair_option(given: Any, name: str = LORA) -> tuple[Any, Any]:
     """
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise ValueError(f"`{name}`: {type(given).__name__}, expected a pair (A, B); pass both factors.")
-    if given[0] is None or given[1] is None:
-        raise ValueError(f"`{name}`: None in its pair, expected (A, B); pass both factors.")
+    for at, letter in enumerate("AB"):
+        if given[at] is None:
+            raise ValueError(f"`{name}[{at}]`: None, expected the factor {letter}; pass both factors of an adapter.")
     return given[0], given[1]
 
 

@@ -22,12 +22,6 @@ def is_factor(key: str) -> bool:
     return _FACTOR.fullmatch(key) is not None
 
 
-def _check_arrays(a: Any, b: Any, names: Sequence[str]) -> None:
-    for name, each in zip(names, (a, b), strict=True):
-        if not hasattr(each, "swapaxes"):
-            raise TypeError(f"`{name}`: {type(each).__name__}, expected an array; pass the weights of one adapter.")
-
-
 def from_peft(
     a: Array, b: Array, groups: int, names: Sequence[str] = ("a", "b"), *, transposed: bool
 ) -> tuple[Array, Array]:
@@ -38,12 +32,12 @@ def from_peft(
         transposed: A [G, r, K] and B [G, N, r]; else A [G, K, r] and B [G, r, N].
 
     Raises:
-        TypeError: `groups` is not an integer, or one is no array. ValueError: it is not positive, they are not
+        TypeError: `groups` is not an integer, or they are no arrays. ValueError: it is not positive, they are not
             matrices, or their ranks differ or are no multiple of G.
     """
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise TypeError(f"`num_experts`: {groups!r}, expected an integer; pass the number of experts of the weights.")
-    _check_arrays(a, b, names)
+    _check_arrays(names, a, b)
     for name, each in zip(names, (a, b), strict=True):
         if len(each.shape) != 2:
             raise ValueError(
@@ -60,13 +54,19 @@ def from_peft(
     return (of_a, of_b.swapaxes(1, 2)) if transposed else (of_a.swapaxes(1, 2), of_b)
 
 
+def _check_arrays(names: Sequence[str], *arrays: Any) -> None:
+    for name, each in zip(names, arrays, strict=True):
+        if not hasattr(each, "shape") or not hasattr(each, "swapaxes"):
+            raise TypeError(f"`{name}`: {type(each).__name__}, expected an array; pass the weights of one adapter.")
+
+
 def to_peft(a: Array, b: Array, names: Sequence[str] = ("a", "b"), *, transposed: bool) -> tuple[Array, Array]:
     """The inverse of `from_peft`.
 
     Raises:
-        TypeError: one is no array. ValueError: they have not three axes, or other groups or ranks.
+        TypeError: they are no arrays. ValueError: they have not three axes, or other groups or ranks.
     """
-    _check_arrays(a, b, names)
+    _check_arrays(names, a, b)
     axes = ("[G, r, K]", "[G, N, r]") if transposed else ("[G, K, r]", "[G, r, N]")
     r_axis = 1 if transposed else 2
     if len(a.shape) != 3 or len(b.shape) != 3 or (a.shape[0], a.shape[r_axis]) != (b.shape[0], b.shape[3 - r_axis]):

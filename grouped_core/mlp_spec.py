@@ -5,7 +5,7 @@ Letters: G groups, M rows, K hidden size of the model, F expert width, W columns
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ class Residuals:
             see; the defaults are `grouped_x`, `grouped_fc1`, `grouped_act`.
 
     Raises:
-        ValueError: an unknown policy or name.
+        ValueError: an unknown policy or name. TypeError: `offload` or `names` has another form.
     """
 
     policy: str = "save_fc1"
@@ -50,11 +50,16 @@ class Residuals:
             raise ValueError(
                 f"`residuals`: {self.policy!r}, expected one of {', '.join(POLICIES)}; choose one of them."
             )
-        pairs = tuple(sorted(dict(self.names).items()))
+        pairs = tuple(sorted(dict(_pairs(self.names)).items()))
         unknown = [name for name, _ in pairs if name not in ROW_NAMES]
         if unknown:
             raise ValueError(
                 f"`names` of Residuals: {unknown[0]!r}, expected one of {', '.join(ROW_NAMES)}; rename one of these."
+            )
+        if not isinstance(self.offload, (str, list, tuple, set, frozenset)):
+            raise TypeError(
+                f"`offload` of Residuals: {self.offload!r}, expected some of {', '.join(ROW_NAMES)}; leave it out, or "
+                "pass a tuple."
             )
         away = (self.offload,) if isinstance(self.offload, str) else tuple(self.offload)
         unknown = [name for name in away if name not in ROW_NAMES]
@@ -68,6 +73,19 @@ class Residuals:
     def name(self, ours: str) -> str:
         """The name that `jax.checkpoint` policies see for the array named `ours` by default."""
         return dict(self.names).get(ours, ours)
+
+
+def _pairs(names: Any) -> list[tuple[str, str]]:
+    """The names of `Residuals` as pairs. Raises TypeError: they are none."""
+    pairs = list(names.items()) if isinstance(names, Mapping) else names
+    if not isinstance(pairs, (list, tuple)) or any(
+        not isinstance(each, (list, tuple)) or len(each) != 2 or not isinstance(each[1], str) for each in pairs
+    ):
+        raise TypeError(
+            f"`names` of Residuals: {names!r}, expected a mapping of default names to names, or pairs of these; pass "
+            'e.g. {"grouped_x": "mlp_input"}.'
+        )
+    return [(each[0], each[1]) for each in pairs]
 
 
 ROW_NAMES = ("grouped_x", "grouped_fc1", "grouped_act")
@@ -372,6 +390,8 @@ def check(
     linear_spec.check_sizes(op.fc1().names, sizes)
     shapes = {"x": x, "wi": wi, "wo": wo, "probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
     check_ranks(op, **{name: None if spec is None else spec.shape for name, spec in shapes.items()})
+    if isinstance(x, ArraySpec) and x.dtype not in WIDE:
+        raise TypeError(f"`{n.x}`: dtype {x.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
     h = linear_spec.check_linear(op.fc1(), x, wi, sizes, wi_bias, None)
     layout = "[G, K, F]" if op.transposed else "[G, F, K]"
     k_axis, n_axis = op.fc2().weight_axes()

@@ -10,6 +10,8 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from grouped_core.calls import MAX_GROUPS, ArraySpec, OperandSpec, QuantizedSpec
 from grouped_core.formats import WIDE
 from grouped_core.hashing import hashed_once
@@ -22,6 +24,7 @@ DROPS = ("probs", "position")
 """Which slots an expert beyond its capacity drops: those with the smallest weights, or the last ones."""
 
 MAX_SINKHORN = 1024
+_LARGEST = float(np.finfo(np.float32).max)
 
 ROWS = schema("gather_rows").inputs["rows"].dtypes
 """Element types of rows that are copied and not computed with."""
@@ -54,7 +57,8 @@ class Router:
         """Slots per expert; None: as many as there are."""
         if self.capacity_factor is None:
             return None
-        return max(1, math.ceil(tokens * self.k * self.capacity_factor / experts))
+        slots = tokens * self.k
+        return max(1, min(slots, math.ceil(slots * self.capacity_factor / experts)))
 
 
 def router_option(
@@ -155,11 +159,18 @@ def counts(function: str, **numbers: Any) -> tuple[int, ...]:
 def _integer(function: str, name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"`{name}` of {function}: {value!r}, expected an integer; pass an int.")
-    return operator.index(value)
+    try:
+        return operator.index(value)
+    except TypeError as error:  # of an array with several elements, or of one without a value
+        raise TypeError(
+            f"`{name}` of {function}: {value!r}, expected an integer that is known when the function is called; pass "
+            "an int, in JAX as a static argument."
+        ) from error
 
 
 def numbers(function: str, **values: Any) -> tuple[float, ...]:
-    """Factors and bounds as Python floats. A kernel would turn an infinite one into NaN in results without a word.
+    """Factors and bounds as Python floats. A kernel takes them as float32, and would turn an infinite one into NaN in
+    results without a word.
 
     Raises:
         TypeError: one is not a number. ValueError: one is not finite.
@@ -168,12 +179,23 @@ def numbers(function: str, **values: Any) -> tuple[float, ...]:
 
 
 def _number(function: str, name: str, value: Any) -> float:
-    if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
-        raise TypeError(f"`{name}` of {function}: {value!r}, expected a number; pass a float.")
-    found = float(value)
-    if not math.isfinite(found):
+    found = as_float(function, name, value)
+    if not abs(found) <= _LARGEST:
         raise ValueError(f"`{name}` of {function}: {value!r}, expected a finite number; pass another one.")
     return found
+
+
+def as_float(function: str, name: str, value: Any) -> float:
+    """A number as a Python float, also one that is not finite. Raises TypeError: it is none."""
+    if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
+        raise TypeError(f"`{name}` of {function}: {value!r}, expected a number; pass a float.")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:  # of an array with several elements, or of one without a value
+        raise TypeError(
+            f"`{name}` of {function}: {value!r}, expected a number that is known when the function is called; pass a "
+            "float, in JAX as a static argument."
+        ) from error
 
 
 def _wrong(option: str, came: Any, expected: str, remedy: str) -> ValueError:
@@ -192,7 +214,8 @@ def _shape(function: str, name: str, spec: ArraySpec | None, wanted: tuple[int, 
 
 def _integers(function: str, name: str, spec: ArraySpec | None) -> None:
     if spec is not None and not spec.dtype.startswith(("int", "uint")):
-        raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected integers; pass numbers of experts.")
+        remedy = "pass numbers of experts" if name in ("experts", "table") else "cast it to int32"
+        raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected integers; {remedy}.")
 
 
 def check_floats(function: str, name: str, spec: ArraySpec | None) -> None:
@@ -261,7 +284,7 @@ def check_topk_router(
     if (key is None) != (not jitter):
         came = "None with jitter" if jitter else "given without jitter"
         raise _wrong("key", came, "a key if and only if logits are jittered", "pass both, or neither")
-    _key(name, key)
+    check_key(name, key)
 
 
 def check_of_layer(lead: tuple[int, ...], mask: tuple[int, ...] | None, experts: tuple[int, ...] | None) -> None:
@@ -282,7 +305,8 @@ def check_of_layer(lead: tuple[int, ...], mask: tuple[int, ...] | None, experts:
         )
 
 
-def _key(function: str, key: ArraySpec | None) -> None:
+def check_key(function: str, key: ArraySpec | None) -> None:
+    """Refuses a key of jitter that is not two words. Raises ValueError."""
     if key is not None and (key.dtype, tuple(key.shape)) != ("uint32", (2,)):
         raise ValueError(f"`key` of {function}: {key}, expected uint32[2], low word first; pass such an array.")
 
@@ -365,6 +389,19 @@ def check_shared(function: str, shared: Any, kind: type) -> None:
         )
 
 
+def check_shared_held(function: str, held: int) -> None:
+    """Refuses a shared expert whose weights are those of several.
+
+    Raises:
+        ValueError: they are.
+    """
+    if held != 1:
+        raise ValueError(
+            f"`shared.wo` of {function}: {held} experts, expected 1, to which every token goes; pass weights "
+            "[1, F, H], several shared experts as one with their widths together."
+        )
+
+
 def check_gate(shape: tuple[Any, ...], *, transposed: bool) -> None:
     """Refuses the gate of a shared expert that has not one column, a row where it is `transposed`.
 
@@ -410,6 +447,11 @@ def check_by_row(x: OperandSpec) -> None:
         )
 
 
+def _one_or_more(function: str, name: str, spec: ArraySpec, remedy: str) -> None:
+    if not 1 <= spec.shape[0] <= MAX_GROUPS:
+        raise ValueError(f"`{name}` of {function}: {spec.shape[0]} elements, expected 1 to {MAX_GROUPS}; {remedy}.")
+
+
 def check_pad_groups(rows: ArraySpec, sizes: ArraySpec, align: int) -> None:
     """Checks the arguments of `pad_groups`.
 
@@ -420,6 +462,7 @@ def check_pad_groups(rows: ArraySpec, sizes: ArraySpec, align: int) -> None:
     check_ranks(name, rows=rows, sizes=sizes)
     _copied(name, "rows", rows)
     _integers(name, "sizes", sizes)
+    _one_or_more(name, "sizes", sizes, "pass one size per group")
     if align < 1:
         raise ValueError(f"`align` of pad_groups: {align}, expected 1 or more; 1 pads nothing.")
 
@@ -469,6 +512,7 @@ def check_update_bias(bias: ArraySpec, load: ArraySpec) -> None:
     check_ranks(name, bias=bias, load=load)
     check_floats(name, "bias", bias)
     _integers(name, "load", load)
+    _one_or_more(name, "bias", bias, "pass one value per expert")
     _shape(name, "load", load, tuple(bias.shape), "as `bias`, one count per expert")
 
 
@@ -490,7 +534,11 @@ def check_balance_quantile(
     _mask(name, mask)
     if score not in SCORES:
         raise ValueError(f"`score` of {name}: {score!r}, expected one of {', '.join(SCORES)}; choose one of them.")
-    if not 2 <= experts <= MAX_EXPERTS or not 1 <= k < min(experts, MAX_SLOTS):
+    if not 2 <= experts <= MAX_EXPERTS:
+        raise ValueError(
+            f"`logits` of {name}: {experts} experts, expected 2 to {MAX_EXPERTS}; one alone has nothing to balance."
+        )
+    if not 1 <= k < min(experts, MAX_SLOTS):
         raise ValueError(f"`k` of {name}: {k}, expected 1 to {min(experts, MAX_SLOTS) - 1}; choose a smaller k.")
     if not 1 <= bins <= 65536 or not low < high:
         raise ValueError(f"`bins`, `low`, `high` of {name}: {bins}, {low}, {high}, expected bins and low < high.")
@@ -502,7 +550,15 @@ def alignment_for(recipe: Recipe | None) -> int:
 
     It is 1 without quantised operands, else the longest segment of an operand contracted along rows, at least 16: rows
     become the contiguous axis of such operands, whose lines have to be multiples of 16 bytes.
+
+    Raises:
+        TypeError: it is neither None nor a `Recipe`.
     """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"`recipe` of alignment_for: {type(recipe).__name__}, expected None or a Recipe; pass one, without state "
+            "and key."
+        )
     if recipe is None or not recipe.quantized:
         return 1
     return max(16, *(operand.segment for operand in recipe.wgrad))

@@ -44,6 +44,7 @@ _CODES = {
 _NAMES = {name: code for code, name in _CODES.items()}
 DTYPES = tuple(_NAMES)
 """Dtypes that a file may have."""
+_METADATA = "__metadata__"
 _ENTRY = {"dtype", "shape", "data_offsets"}
 
 
@@ -104,7 +105,7 @@ class File:
             raise self._refuse(f"a header that is no JSON ({str(error)[:80]})", "the header of safetensors") from error
         if not isinstance(header, dict):
             raise self._refuse(f"a header that is a {type(header).__name__}", "an object of names")
-        notes = header.pop("__metadata__", {})
+        notes = header.pop(_METADATA, {})
         if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
             raise self._refuse("metadata that are no texts by name", "an object of texts")
         self.metadata = notes
@@ -192,13 +193,14 @@ def write(
         entries: of all tensors, in the order of their data. values: each name with its values, in that order.
 
     Raises:
-        ValueError: values do not have the facts of their entry, or are not those of `entries`.
+        ValueError: values do not have the facts of their entry, or are not those of `entries`; or a name is reserved.
     """
-    if "__metadata__" in entries:
+    if _METADATA in entries:
         raise ValueError(
-            "`__metadata__` of a checkpoint: a tensor of the name of metadata, expected another; rename it."
+            f"checkpoint file `{path}`: a tensor named `{_METADATA}`, expected another name, because the format keeps "
+            "this one for texts; rename it."
         )
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     position = 0
     for name, facts in entries.items():
         end = position + facts.nbytes

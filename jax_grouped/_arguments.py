@@ -58,7 +58,7 @@ def as_array(name: str, value: Any, shape: str) -> Any:
     """`value` as a JAX array; NumPy arrays become constants.
 
     Raises:
-        TypeError: it is none. NotImplementedError: its shape has a symbolic dimension of `jax.export`.
+        TypeError: it is none, or masked. NotImplementedError: its shape has a symbolic dimension of `jax.export`.
     """
     if isinstance(value, jax.Array):
         if not all(isinstance(length, int) for length in value.shape):
@@ -67,6 +67,11 @@ def as_array(name: str, value: Any, shape: str) -> Any:
                 "chosen for the shape; export a program for each shape, or pad to one."
             )
         return value
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"`{name}`: a masked array, expected one without a mask {shape}, which would be lost; pass "
+            f"{name}.filled(value)."
+        )
     if isinstance(value, np.ndarray):
         # jnp.asarray would wrap 64-bit sizes, which must saturate, and cast float64, which must be refused.
         return jnp.asarray(value) if calls.spec_of(value).dtype in PLAIN else value
@@ -120,6 +125,31 @@ def to_int32(sizes: Any) -> jax.Array:
         xp = np if isinstance(sizes, np.ndarray) else jnp
         sizes = xp.clip(sizes, max(int(info.min), _INT32.min), min(int(info.max), _INT32.max))
     return jnp.asarray(sizes.astype(np.int32))
+
+
+def axis_names(function: str, axis_name: Any) -> tuple[str, ...] | None:
+    """`axis_name=` of a function as names of axes of the mesh.
+
+    Raises:
+        TypeError: it is neither None, a name nor several. ValueError: the caller is not inside `shard_map` over them.
+    """
+    if axis_name is None:
+        return None
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple | list) or not all(isinstance(each, str) for each in names):
+        raise TypeError(
+            f"`axis_name` of {function}: {axis_name!r}, expected None, a name or a tuple of names; name axes of the "
+            "mesh."
+        )
+    for name in names:
+        try:
+            jax.lax.axis_size(name)
+        except NameError as error:
+            raise ValueError(
+                f"`axis_name` of {function}: {name!r}, expected axes that are manual here; call it inside "
+                "jax.shard_map over them, or leave it out."
+            ) from error
+    return tuple(names)
 
 
 def report_sizes(word: Any) -> None:

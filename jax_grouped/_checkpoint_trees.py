@@ -44,21 +44,14 @@ def _module_of(arrays: Sequence[Any]) -> Any:
 
 
 def facts_of(value: Any) -> Facts:
-    """The facts of an array.
-
-    Raises:
-        ValueError: a dtype that files do not have.
-    """
-    name = str(value.dtype)
-    if name not in DTYPES:
-        raise ValueError(f"array of a checkpoint: dtype {name}, expected one of {', '.join(DTYPES)}; convert it.")
-    return Facts(tuple(value.shape), name)
+    """The facts of an array of a checked tree."""
+    return Facts(tuple(value.shape), str(value.dtype))
 
 
 def is_module(value: Any) -> bool:
-    """Whether it is a Flax NNX module; Flax is not imported for that."""
+    """Whether it is a module or an optimiser of Flax NNX, which are updated in place; Flax is not imported for that."""
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Module)
+    return nnx is not None and isinstance(value, nnx.Module | nnx.Optimizer)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -117,6 +110,28 @@ def taken(tree: Any, path: str = "") -> Tree:
         return jax.tree_util.tree_unflatten(structure, values)
 
     return Tree(flat, activations, rebuilt)
+
+
+def checked(tree: Any) -> Tree:
+    """Takes a tree of a caller apart, all of whose arrays a checkpoint can have.
+
+    Raises:
+        ValueError: two leaves have one path, or a dtype that files do not have. TypeError: a leaf is no array, or a
+            masked one.
+    """
+    whole = taken(tree)
+    for name, leaf in whole.flat.items():
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise TypeError(
+                f"`{name or 'tree'}` of a checkpoint: a masked array, expected one without a mask, which would be "
+                "lost; pass leaf.filled(value)."
+            )
+        if not isinstance(leaf, QTensor) and str(leaf.dtype) not in DTYPES:
+            raise ValueError(
+                f"`{name or 'tree'}` of a checkpoint: dtype {leaf.dtype}, expected one of {', '.join(DTYPES)}; convert "
+                "it, such as a key with jax.random.key_data."
+            )
+    return whole
 
 
 def _names(keys: Sequence[Any]) -> list[str]:
@@ -179,7 +194,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def to_numpy(value: Any) -> NDArray[Any]:
+def to_numpy(name: str, value: Any) -> NDArray[Any]:
     """The values on the host.
 
     Raises:
@@ -187,8 +202,8 @@ def to_numpy(value: Any) -> NDArray[Any]:
     """
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise ValueError(
-            f"array of a checkpoint: shape {value.shape}, of which this process has a part, expected whole arrays for "
-            "a safetensors file; save to a folder, which uses Orbax, or pass `shard=`."
+            f"`{name}` of a checkpoint: shape {value.shape}, of which this process has a part, expected whole arrays "
+            "for a safetensors file; save to a folder, which uses Orbax, or pass `shard=`."
         )
     return np.asarray(value)
 

@@ -5,6 +5,7 @@ Letters: G groups (experts), K in, N out, r rank.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -52,11 +53,11 @@ def frozen(options: LayerOptions, *arrays: Any) -> tuple[Any, ...]:
 
 
 def merged(
-    weight: Float[Array, "G K N"], a: Float[Array, "G K r"], b: Float[Array, "G r N"], scaling: float
-) -> Float[Array, "G K N"]:
-    """weight + scaling A B, rounded once to the dtype of weight."""
-    groups, depth, columns = weight.shape
+    weight: Float[Array, "*G K N"], a: Float[Array, "*G K r"], b: Float[Array, "*G r N"], scaling: float
+) -> Float[Array, "*G K N"]:
+    """weight + scaling A B, rounded once to the dtype of weight. All have further axes where a scan stacked layers."""
+    *groups, depth, columns = weight.shape
     a, b = a.astype(weight.dtype), b.astype(weight.dtype)
-    sizes = jnp.full((groups,), depth, jnp.int32)
-    rows = (weight.reshape(-1, columns), a.reshape(-1, a.shape[-1]), b, sizes)
+    sizes = jnp.full((math.prod(groups),), depth, jnp.int32)
+    rows = (weight.reshape(-1, columns), a.reshape(-1, a.shape[-1]), b.reshape(-1, *b.shape[-2:]), sizes)
     return lora.merged(RUN, Adapter(scaling=scaling), *rows).reshape(weight.shape)

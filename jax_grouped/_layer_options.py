@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -132,16 +133,34 @@ def function_of(layer: Any) -> Callable[..., Any]:
     Raises:
         ValueError: the layer is spread over devices, and its class has a function of the experts of its own.
     """
-    mlp = getattr(layer, "mlp", routed_mlp)
+    mlp = getattr(layer, "mlp", None)
     if layer.mesh_axes is None:
-        return partial(moe, mlp=mlp)
-    if mlp is not routed_mlp:
+        return partial(moe, mlp=mlp or routed_mlp)
+    if mlp is not None:
         raise ValueError(
             "`mesh_axes` of MoE: given with another `mlp`, expected None; `parallel.moe` runs routed_mlp, so take the "
             "one of MoE, or write the layer with parallel.dispatch and combine."
         )
     options = {name: getattr(layer, name) for name in PARALLEL}
     return partial(parallel.moe, axes=layer.mesh_axes, **options)
+
+
+def check_dtypes(layer: str, dtype: Any, param_dtype: Any) -> None:
+    """Refuses a dtype of the computation or of the parameters that is none of floating point numbers.
+
+    Raises:
+        TypeError: it is another one, or none.
+    """
+    for name, given, wanted in (("dtype", dtype, "None or a"), ("param_dtype", param_dtype, "a")):
+        try:
+            floats = given is None or jnp.issubdtype(jnp.dtype(given), jnp.floating)
+        except TypeError:  # of NumPy, for what it does not know
+            floats = False
+        if not floats:
+            raise TypeError(
+                f"`{name}` of {layer}: {given!r}, expected {wanted} dtype of floating point numbers; pass one, e.g. "
+                "jnp.bfloat16."
+            )
 
 
 def check_positive(layer: str, **sizes: Any) -> None:
@@ -151,7 +170,7 @@ def check_positive(layer: str, **sizes: Any) -> None:
         TypeError: no integer. ValueError: below 1.
     """
     for name, size in sizes.items():
-        if not isinstance(size, (int, np.integer)):
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
             raise TypeError(f"`{name}` of {layer}: {size!r}, expected an integer; give the size of that axis.")
         if size < 1:
             raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")

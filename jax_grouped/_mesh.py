@@ -40,6 +40,12 @@ class MeshAxes:
     tensor: Axis = None
 
     def __post_init__(self) -> None:
+        for name, axis in (("data", self.data), ("expert", self.expert), ("tensor", self.tensor)):
+            names = () if axis is None else (axis,) if isinstance(axis, str) else axis
+            if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):
+                raise TypeError(
+                    f"`{name}` of MeshAxes: {axis!r}, expected None, a name or a tuple of names; name axes of the mesh."
+                )
         names = self.names
         if not names:
             raise ValueError(
@@ -112,8 +118,13 @@ def mesh_for(function: str, axes: MeshAxes, mesh: Any, x: Any) -> Any:
     """The mesh to open `shard_map` on: the one given, that of the context, or that of `x`.
 
     Raises:
-        ValueError: there is none, or it lacks an axis.
+        TypeError: `mesh` is no mesh. ValueError: there is none, or it lacks an axis.
     """
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(
+            f"`mesh` of {function}: {type(mesh).__name__}, expected None or a jax.sharding.Mesh; pass one, e.g. of "
+            "jax.make_mesh."
+        )
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:

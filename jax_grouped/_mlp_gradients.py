@@ -17,13 +17,14 @@ from grouped_core import mlp as rules
 from grouped_core import routed
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import QTensor
-from grouped_core.linear_spec import Linear
+from grouped_core.linear_spec import Linear, check_made_by
 from grouped_core.mlp_spec import ROW_NAMES, Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals, check_cotangent
 from grouped_core.products import in_form
 from grouped_core.quantizing import Extras
 from grouped_core.recipes import BoundRecipe
 from jax_grouped import _accumulators as accumulate
 from jax_grouped._accumulators import Accumulator
+from jax_grouped._arguments import as_operand
 from jax_grouped._nodes import extras_of, merged_state, named, target_of
 from jax_grouped._run import RUN, reduce_to, varying_axes
 
@@ -136,7 +137,12 @@ def grouped_mlp_bwd_dx(
 
     Returns:
         dx [M, K], dp [M], db1 [G, W], db2 [G, K], None for operands that were absent, and a pytree of arrays.
+
+    Raises:
+        TypeError: `res` is not from there, or dy is no array or of another dtype. ValueError: the shape of dy.
     """
+    check_made_by("grouped_mlp_bwd_dx", "res", res, MlpResiduals, "grouped_mlp_fwd")
+    dy = as_operand("dy", dy, "[M, K]")
     if isinstance(dy, QTensor):
         recipe = res.op.fc2().resolve(res.specs.x, res.specs.wo)
         check_cotangent(res.specs.x, ArraySpec(dy.shape, dy.dtype), dy.format, recipe)
@@ -200,7 +206,11 @@ def grouped_mlp_bwd_dw(deferred: Deferred, wgrad_accum: Accumulators | None = No
         wgrad_accum: accumulators of the two. The new value of an array is returned (donate the array, or XLA copies
             it); a Ref is updated, and None is returned for it. k deferred microbatches give the bits of k undeferred
             ones.
+
+    Raises:
+        TypeError: `deferred` is not from there, or accumulators are no pair. ValueError: one does not fit its weight.
     """
+    check_made_by("grouped_mlp_bwd_dw", "deferred", deferred, Deferred, "grouped_mlp_bwd_dx")
     d = deferred
     into_wi, into_wo = accumulators_of(NAMES.accum, wgrad_accum, d.op.paired)
     gate_and_up = []

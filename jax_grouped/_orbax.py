@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -23,14 +24,36 @@ _ARRAYS = "state"
 
 
 def write(path: str | os.PathLike[str], arrays: Mapping[str, Any], metadata: str) -> None:
-    """Writes arrays by their paths; the folder is complete or not there. An existing one is replaced.
+    """Writes arrays by their paths; the folder is complete or not there. A checkpoint that is there is replaced.
 
     Raises:
-        ValueError: a path is the start of another.
+        ValueError: a path is the start of another, Orbax cannot write an array, or other things are at `path`.
     """
+    _check_writable(path, arrays)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         items = {_ARRAYS: ocp.args.StandardSave(nested(arrays)), NAME: ocp.args.JsonSave(json.loads(metadata))}
         checkpointer.save(Path(path).absolute(), args=ocp.args.Composite(**items), force=True)
+
+
+def _check_writable(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:
+    """Refuses what Orbax would fail at only after it has removed what is at `path`, and to remove what `save` did not
+    write.
+    """
+    where = Path(path).absolute()
+    ours = all((where / item).is_dir() for item in (_ARRAYS, NAME))
+    if where.exists() and not ours and not (where.is_dir() and not any(where.iterdir())):
+        came = "a folder of other files" if where.is_dir() else "a file"
+        raise ValueError(
+            f"`path` of save: `{where}`, {came}, expected a new or empty folder, or a checkpoint that `save` wrote, "
+            "which is replaced; pass another path."
+        )
+    empty = [key for key, value in arrays.items() if not value.size]
+    if empty or not arrays:
+        name, what = (empty[0], "elements") if empty else ("tree", "arrays")
+        raise ValueError(
+            f"`{name}` of save: no {what}, expected some, because Orbax writes none that are empty; leave it out, or "
+            "save to a `.safetensors` file."
+        )
 
 
 @dataclass
@@ -48,10 +71,16 @@ class Folder:
     _tree: Any
 
     def read_all(self, sharding: Callable[[str], Any]) -> dict[str, jax.Array]:
-        """All arrays. sharding: of an entry."""
+        """All arrays; NumPy arrays of dtypes that JAX has only with 64 bits enabled. sharding: of an entry.
+
+        Raises:
+            ValueError: the data are damaged.
+        """
         by_name = {name: key for key, name in self._names.items()}
 
-        def described(name: str, found: Any) -> jax.ShapeDtypeStruct:
+        def described(name: str, found: Any) -> Any:
+            if jax.dtypes.canonicalize_dtype(found.dtype) != found.dtype:
+                return np.broadcast_to(np.zeros((), found.dtype), found.shape)
             default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             wanted = sharding(by_name[name]) if name in by_name else None
             return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=wanted or default)
@@ -60,7 +89,13 @@ class Folder:
         wanted = whole.rebuilt({name: described(name, found) for name, found in whole.flat.items()})
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(_ARRAYS, NAME)) as checkpointer:
             args = ocp.args.Composite(**{_ARRAYS: ocp.args.StandardRestore(wanted)})
-            found = checkpointer.restore(Path(self.where).absolute(), args=args)[_ARRAYS]
+            try:
+                found = checkpointer.restore(Path(self.where).absolute(), args=args)[_ARRAYS]
+            except Exception as error:  # Orbax raises plain ones
+                raise ValueError(
+                    f"checkpoint `{self.where}`: damaged arrays ({type(error).__name__}: {str(error)[:120]}), expected "
+                    "those that `save` wrote; load an intact checkpoint."
+                ) from error
         flat = taken(found).flat
         return {key: flat[name] for key, name in self._names.items()}
 

@@ -5,20 +5,69 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grouped_core import activations, lora, lora_mlp
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grouped_core import activations, lora, lora_mlp, routing_spec
+from grouped_core.calls import spec_of
 from grouped_core.exchange import format_sent, own_experts
 from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Mlp, MlpNames, check_ranks
 from jax_grouped._accumulators import is_sink
+from jax_grouped._arguments import as_array, as_operand, to_int32
 from jax_grouped._mesh import ranks_along
 from jax_grouped._mlp_gradients import members
 from jax_grouped._nodes import value_of
 from jax_grouped._parallel_moe import FUNCTION, TOKENS, Plan
+from jax_grouped.ops import operand_node
 from jax_grouped.quantize import StraightThrough
 
 
 def _wrong(option: str, came: str, expected: str, remedy: str) -> ValueError:
     return ValueError(f"`{option}` of {FUNCTION}: {came}, expected {expected}; {remedy}.")
+
+
+_LETTERS = {
+    "mask": "[T]",
+    "experts": "[T, k]",
+    "bias": "[E]",
+    "key": "[2]",
+    "sequence_sizes": "[S]",
+    "wi_bias": "[E, W]",
+    "wo_bias": "[E, H]",
+    "lora_key": "[2]",
+}
+
+
+def taken(name: str, value: Any) -> Any:
+    """The argument `name` as an array, where it is one; sequences that a caller made are no arrays.
+
+    Raises:
+        TypeError: it is no array, or has a dtype that `jax.jit` would cast. ValueError: it is no key.
+    """
+    if name in _LETTERS:
+        value = as_array(name, value, _LETTERS[name])
+    if name == "key":
+        routing_spec.check_key(FUNCTION, spec_of(value))
+    elif name == "lora_key":
+        lora.check_key(spec_of(value))
+    elif name in ("experts", "sequence_sizes") and jnp.issubdtype(value.dtype, jnp.integer):
+        return to_int32(value)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        if isinstance(leaf, np.ndarray) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            raise TypeError(
+                f"`{name}{jax.tree_util.keystr(path)}` of {FUNCTION}: dtype {leaf.dtype}, expected one of at most 32 "
+                "bits; cast it."
+            )
+    return value
+
+
+def weight_of(name: str, weight: Any) -> Any:
+    """A weight of the experts, plain, quantised, or a pair, as JAX arrays. Raises TypeError: it is none."""
+    if isinstance(weight, tuple | list):
+        return tuple([operand_node(as_operand, f"{name}[{at}]", each, "[E, H, F]") for at, each in enumerate(weight)])
+    return operand_node(as_operand, name, weight, "[E, H, W]" if name.endswith("wi") else "[E, F, H]")
 
 
 def check_moe(plan: Plan, arrays: Mapping[str, Any]) -> None:
@@ -112,6 +161,18 @@ def _check_states(arrays: Mapping[str, Any]) -> None:
             raise _wrong(name, "bound to a state, with check_vma=False", "a recipe without a state", words)
 
 
+def _check_experts(plan: Plan, arrays: Mapping[str, Any]) -> None:
+    """Refuses arrays of another number of experts than the router has."""
+    for name in ("wo", "wi", "wi_bias", "wo_bias", "lora", "wgrad_accum"):
+        whole = arrays.get(name)
+        leaves = jax.tree_util.tree_leaves_with_path(whole, is_leaf=lambda n: isinstance(n, QTensor | StraightThrough))
+        for path, leaf in leaves:
+            held = tuple(value_of(leaf).shape[:1])
+            if held not in ((), (plan.count,)):
+                place = f"{name}{jax.tree_util.keystr(path)}"
+                raise _wrong(place, f"{held[0]} experts", f"{plan.count} as in `router`", "pass those of all ranks")
+
+
 def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
     """Refuses whole arrays that the axes of the mesh do not divide.
 
@@ -130,9 +191,8 @@ def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
     if not plan.check_vma:
         _check_states(arrays)
     own_experts(FUNCTION, plan.count, ranks_along(mesh, axes.expert))
+    _check_experts(plan, arrays)
     wo = value_of(arrays["wo"])
-    if wo.shape[0] != plan.count:
-        raise _wrong("wo", f"{wo.shape[0]} experts", f"{plan.count} as in `router`", "pass those of all ranks")
     hidden, parts = arrays["x"].shape[1], ranks_along(mesh, axes.data)
     if plan.fsdp and hidden % parts:
         raise _wrong("fsdp", f"True with H = {hidden} over {parts} ranks", f"a multiple of {parts}", "leave it out")

@@ -23,7 +23,7 @@ AxisName = str | tuple[str, ...] | None
 
 class Options(NamedTuple):
     router: Router
-    axis_name: AxisName
+    axis_name: tuple[str, ...] | None
 
 
 class Given(NamedTuple):
@@ -73,9 +73,11 @@ def _run_router(options: Options, logits: Any, given: Given) -> tuple[Routed, ru
     sums = chosen.sums
     if axes is not None:
         sums = rules.Sums(*(jax.lax.psum(each, axes) for each in sums))
-    losses = rules.losses(RUN, op, sums, chosen.dropped)
+    # With axes, losses are those of all shards, drops those of one: results of a call vary wherever an operand does.
+    losses = rules.losses(RUN, op, sums, chosen.dropped if axes is None else None)
     aux_loss, z_loss, entropy = losses.values
-    metrics = (aux_loss, z_loss, entropy, losses.lost[0], losses.overflow[0] != 0)
+    lost = losses.lost[0] if axes is None or chosen.dropped is None else chosen.dropped[0]
+    metrics = (aux_loss, z_loss, entropy, lost, losses.overflow[0] != 0 if axes is None else lost > 0)
     found = Routed(chosen.weights, chosen.experts, chosen.load, *metrics)
     return found, chosen, losses
 
@@ -132,7 +134,7 @@ def _route_bwd(options: Options, saved: _Saved | None, cotangents: Routed) -> tu
     return reduce_to(d_logits, saved.varying), None
 
 
-def _before_sum(cotangent: Array, axes: AxisName) -> Array:
+def _before_sum(cotangent: Array, axes: tuple[str, ...] | None) -> Array:
     """The cotangent of what was summed over `axes`, given that of the sum.
 
     JAX defines the transpose of its sum differently with and without `check_vma`: with it, the sum is one value that
@@ -141,8 +143,7 @@ def _before_sum(cotangent: Array, axes: AxisName) -> Array:
     """
     if axes is None:
         return cotangent
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    missing = tuple(name for name in names if name not in varying_axes(cotangent))
+    missing = tuple(name for name in axes if name not in varying_axes(cotangent))
     local = jax.lax.pcast(jnp.zeros_like(cotangent), missing, to="varying") if missing else cotangent
     return jax.vjp(lambda value: jax.lax.psum(value, axes), local)[1](cotangent)[0]
 

@@ -17,12 +17,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jaxtyping import Array
 
+from grouped_core.formats import WIDE
 from jax_grouped._accumulators import Accumulator as Accumulator
 from jax_grouped._accumulators import StackedRef as StackedRef
 from jax_grouped._accumulators import is_accum, is_sink
+from jax_grouped._arguments import as_array
 from jax_grouped._mlp_gradients import Deferred as Deferred
 from jax_grouped._mlp_gradients import MlpResiduals as MlpResiduals
 from jax_grouped._mlp_gradients import grouped_mlp_bwd_dw as grouped_mlp_bwd_dw
@@ -44,11 +47,12 @@ def value_and_accumulate_grad(loss: Callable[..., Array]) -> Callable[..., tuple
         microbatches the new accumulators are the carry.
 
     Raises:
-        ValueError: `accum` holds the same array twice, or its structure is not that of `params`.
+        ValueError: `accum` holds the same array twice, or its structure is not that of `params`. TypeError: a dtype.
     """
 
     def run(params: Any, accum: Any, *args: Any) -> tuple[Array, Any, Any]:
         leaves, structure = jax.tree.flatten(accum, is_leaf=is_accum)
+        leaves = [_array(leaf) if is_sink(leaf) or isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         weights, params_structure = jax.tree.flatten(params)
         if structure != params_structure:
             raise ValueError(
@@ -74,6 +78,15 @@ def value_and_accumulate_grad(loss: Callable[..., Array]) -> Callable[..., tuple
         return value, params_structure.unflatten(rest), structure.unflatten(new)
 
     return run
+
+
+def _array(accum: Any) -> Array:
+    """An accumulator of JAX or NumPy as a JAX array. Raises TypeError: its dtype is none of an accumulator."""
+    if str(accum.dtype) not in WIDE:
+        raise TypeError(
+            f"`accum`: dtype {accum.dtype}, expected one of {', '.join(WIDE)}; allocate arrays of one of these."
+        )
+    return as_array("accum", accum, "of the shape of its weight")
 
 
 @jax.custom_vjp

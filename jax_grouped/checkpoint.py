@@ -22,7 +22,7 @@ from grouped_core.checkpoint_metadata import NAME, Spec, beside
 from grouped_core.checkpoint_plan import Plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
 from grouped_core.layouts import LAYOUTS
-from jax_grouped._checkpoint_trees import JAX, Tree, facts_of, is_flat, nested, placed, taken, to_numpy
+from jax_grouped._checkpoint_trees import JAX, Tree, checked, facts_of, is_flat, nested, placed, to_numpy
 
 _Tree = TypeVar("_Tree")
 Interleave = int | tuple[int | None, int | None] | None
@@ -40,19 +40,19 @@ def save(path: str | os.PathLike[str], tree: Any, spec: Spec = None, *, shard: t
 
     Args:
         path: a name that ends in `.safetensors` is a file, any other a folder of Orbax; with `shard` a folder in which
-            each rank writes its own safetensors file.
+            each rank writes its own safetensors file. A checkpoint that is there is replaced.
         tree: any pytree of arrays and `QTensor`s, such as parameters beside the state of an optimiser, and Flax NNX
-            modules, alone or as leaves. Keys of random numbers in modules are not saved.
+            modules and optimisers, alone or as leaves. Keys of random numbers in modules are not saved.
         spec: the activation of experts that are plain arrays: an `Activation`, the name of a kind, or a mapping of
             paths of layers to these. NNX modules know theirs.
         shard: (rank, ranks): the experts are those of one rank, in order, and are named by their numbers among all.
             Other arrays are the same on all ranks, and rank 0 writes them.
 
     Raises:
-        ValueError: experts with a gate have no known activation, or arrays cannot be saved. TypeError: a leaf is no
-        array. OSError: the file cannot be written.
+        ValueError: experts with a gate have no known activation, arrays cannot be saved, or a folder at `path` is no
+        checkpoint. TypeError: a leaf is no array. OSError: the file cannot be written.
     """
-    whole, ranks = taken(tree), shard_option(shard)
+    whole, ranks = checked(tree), shard_option(shard)
     if empty := [key for key, value in whole.flat.items() if isinstance(value, jax.ShapeDtypeStruct)]:
         raise ValueError(f"`{empty[0]}` of save: a ShapeDtypeStruct, expected values; load or initialise it first.")
     acts = whole.activations
@@ -65,7 +65,8 @@ def save(path: str | os.PathLike[str], tree: Any, spec: Spec = None, *, shard: t
         _orbax.write(path, arrays, made.metadata)
         return
     entries = {key: facts for move in made.plan.moves for key, facts in zip(move.targets, move.facts, strict=True)}
-    values = ((each.key, to_numpy(each.value)) for each in executed(made.plan, made.flat.__getitem__, JAX))
+    moved = executed(made.plan, made.flat.__getitem__, JAX)
+    values = ((each.key, to_numpy(each.key, each.value)) for each in moved)
     safetensors_file.write(part_file(path, ranks), entries, {NAME: made.metadata}, values)
 
 
@@ -79,14 +80,14 @@ def load(
     prefix: str = "",
     shard: tuple[int, int] | None = None,
 ) -> _Tree:
-    """Loads a checkpoint as a tree like `like`, with its shardings; NNX modules are updated in place.
+    """Loads a checkpoint as a tree like `like`, with its shardings; NNX modules and optimisers are updated in place.
 
     Everything is checked before an array is read. A warning lists arrays that have no place in the tree.
     A checkpoint without adapters leaves those of the tree as they are.
 
     Args:
         path: a safetensors file, a folder of such files, or a folder of Orbax.
-        like: a tree of arrays, `jax.ShapeDtypeStruct`s and `QTensor`s, or an NNX module.
+        like: a tree of arrays, `jax.ShapeDtypeStruct`s and `QTensor`s, NNX modules and optimisers, or one of them.
         layout: of a foreign checkpoint, a name of `grouped_core.layouts.LAYOUTS`; ours record theirs.
         interleave: of a foreign checkpoint, the block in which gate and linear columns alternate. Trees of arrays do
             not know theirs either: a pair is that of the checkpoint and of the tree.
@@ -96,12 +97,12 @@ def load(
         shard: (rank, ranks): the tree has the experts of one rank, and takes them from those of all ranks.
 
     Returns:
-        The tree; an NNX module is `like` itself.
+        The tree; an NNX module or optimiser is `like` itself.
 
     Raises:
         ValueError: the checkpoint is damaged, ambiguous, or does not fit. KeyError: it lacks arrays of the tree.
     """
-    whole, ranks = taken(like), shard_option(shard)
+    whole, ranks = checked(like), shard_option(shard)
     target, quantised = checkpoint_tensors.taken_apart(whole.flat)
     entries = {key: facts_of(value) for key, value in target.items()}
     formats = {key: formats_of(q) for key, q in quantised.items()}
@@ -148,7 +149,7 @@ def convert(tree: Any, source: str, target: str, *, interleave: Interleave = Non
     Raises:
         ValueError: an array is ambiguous, incomplete or does not fit. TypeError: an argument has another type.
     """
-    whole: Tree = taken(tree)
+    whole: Tree = checked(tree)
     made = checkpoint_tensors.converted(whole.flat, source, target, interleave, facts_of, JAX)
     return made if is_flat(tree) else nested(made)
 

@@ -131,15 +131,33 @@ def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     """`variables` with the adapters of the collection `lora` added to the weights, and without that collection.
 
     Args:
-        layer: the layer, or the model that contains it, whose layers all have the options of `layer` where they have
-            adapters. variables: of `layer.init` or of training.
+        layer: a layer with adapters. variables: its own, or those of a model that contains it, whose adapters all have
+            the options of `layer`; also of layers that `nn.scan` stacked, adapters on the same axis as weights.
 
     Raises:
-        ValueError: there are no adapters.
+        TypeError: `layer` is none of these layers, or `variables` no mapping. ValueError: there are no adapters or no
+            weights, or the adapters are not those of `layer`.
     """
+    if not isinstance(layer, GroupedLinear | GroupedMLP | MoE):
+        raise TypeError(
+            f"`layer` of merge: {type(layer).__name__}, expected a GroupedLinear, GroupedMLP or MoE; pass the layer "
+            "that has the adapters, and the variables of the model around it."
+        )
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"`variables` of merge: {type(variables).__name__}, expected collections by name; pass those of `init`, or "
+            "of training."
+        )
     if LORA not in variables:
         raise ValueError("`variables` of merge: no collection `lora`, expected one; make the layers with `lora_rank`.")
-    scaling = _of_lora(layer).scaling
+    if "params" not in variables:
+        raise ValueError("`variables` of merge: no collection `params`, expected one; pass the weights too.")
+    rank, scaling, _ = _of_lora(layer)
+    if not rank:
+        raise ValueError(
+            "`layer` of merge: no `lora_rank`, expected that of the adapters in `variables`; pass the layer with the "
+            "options that they were trained with."
+        )
 
     def merged(params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(params)
@@ -147,6 +165,11 @@ def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(each, Mapping):
                 found[name] = merged(params[name], each)
             elif name.endswith("_a"):
+                if each.shape[-1] != rank:
+                    raise ValueError(
+                        f"`{name}` of merge: rank {each.shape[-1]}, expected {rank}, the `lora_rank` of `layer`, which "
+                        "scales it; merge layers of other options with a layer of these."
+                    )
                 base = name.removesuffix("_a")
                 weight = "kernel" if base == "lora" else base.removesuffix("_lora")
                 value = params[weight]
@@ -203,6 +226,7 @@ class GroupedLinear(nn.Module):
         groups, columns = self.num_groups, self.out_features
         sizes = {"num_groups": groups, "in_features": self.in_features, "out_features": columns}
         _layer_options.check_positive("GroupedLinear", **sizes)
+        _layer_options.check_dtypes("GroupedLinear", self.dtype, self.param_dtype)
         check_rank("linear", "x", "x", as_array("x", x, "[M, K]").shape)
         shape, of = (groups, self.in_features, columns), self.param_dtype
         kernel = _param(self, "kernel", self.kernel_init, shape, of, self.kernel_metadata)
@@ -262,7 +286,9 @@ class GroupedMLP(nn.Module):
         Args:
             x: [M, H]. group_sizes: integers [G]. probs: [M]; None: 1.
         """
-        x, wi, wo, wi_bias, wo_bias, *factors = _experts(self, self.num_groups, self.mlp_dim, x)
+        x, wi, wo, wi_bias, wo_bias, *factors = _experts(
+            self, self.num_groups, self.mlp_dim, as_array("x", x, "[M, H]")
+        )
         return grouped_mlp(
             x,
             wi,
@@ -282,7 +308,9 @@ def _experts(layer: Any, num_groups: int, mlp_dim: int, x: Array) -> tuple[Any, 
     """x, wi, wo, wi_bias, wo_bias, and A and B of both adapters, in the dtype of the computation; makes them."""
     hidden = layer.hidden
     sizes = {"num_groups": num_groups, "hidden": hidden, "mlp_dim": mlp_dim}
-    _layer_options.check_positive(type(layer).__name__.strip("_"), **sizes)
+    name = type(layer).__name__.strip("_")
+    _layer_options.check_positive(name, **sizes)
+    _layer_options.check_dtypes(name, layer.dtype, layer.param_dtype)
     wide, of = resolve(layer.activation).fc1_width(mlp_dim), layer.param_dtype
     wi = _param(layer, "wi", layer.kernel_init, (num_groups, hidden, wide), of, layer.wi_metadata)
     wo = _param(layer, "wo", layer.kernel_init, (num_groups, mlp_dim, hidden), of, layer.wo_metadata)

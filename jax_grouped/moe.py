@@ -150,6 +150,9 @@ def key_of_shared(key: Array) -> Array:
 
 def of_shared(x: Float[Array, "T H"], shared: SharedExpert, **options: Any) -> Float[Array, "T H"]:
     """The result of the shared expert at each token; options: of `grouped_mlp`."""
+    held = tuple(getattr(value_of(shared.wo), "shape", ()))
+    if len(held) == 3:  # as above
+        routing_spec.check_shared_held("moe", held[0])
     gate = None
     if shared.gate is not None:  # a router with one expert, whose score is the sigmoid
         gate = as_array("shared.gate", shared.gate, "[H, 1]")

@@ -8,6 +8,7 @@ Letters: G groups (experts), M rows sorted by group, K in, N out, H hidden size,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -151,6 +152,7 @@ class GroupedLinear(_LoraLayer):
         _layer_options.check_positive(
             "GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features
         )
+        _layer_options.check_dtypes("GroupedLinear", dtype, param_dtype)
         shape = (num_groups, in_features, out_features)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **kernel_metadata)
         self.bias: nnx.Param | None = nnx.data(None)
@@ -211,6 +213,7 @@ class _Experts(_LoraLayer):
         bias_metadata: Metadata = NO_METADATA,
     ) -> None:
         _layer_options.check_positive(type(self).__name__, num_groups=num_groups, hidden=hidden, mlp_dim=mlp_dim)
+        _layer_options.check_dtypes(type(self).__name__, dtype, param_dtype)
         self.activation = resolve(activation)
         wide = self.activation.fc1_width(mlp_dim)
         self.wi = nnx.Param(kernel_init(rngs.params(), (num_groups, hidden, wide), param_dtype), **wi_metadata)
@@ -281,7 +284,7 @@ class GroupedMLP(_Experts):
             x: [M, H]. group_sizes: integers [G]. probs: [M]; None: 1.
             rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
         """
-        x, wi, wo, wi_bias, wo_bias, *factors = self._weights(x)
+        x, wi, wo, wi_bias, wo_bias, *factors = self._weights(as_array("x", x, "[M, H]"))
         return grouped_mlp(
             x,
             wi,
@@ -313,7 +316,7 @@ class Shared(_Experts):
         super().__init__(1, hidden, mlp_dim, **options)
         self.gate: nnx.Param | None = nnx.data(gate)
 
-    def expert(self, x: Array, rngs: Keys) -> SharedExpert:
+    def _expert(self, x: Array, rngs: Keys) -> SharedExpert:
         """Its weights in the dtype of the computation, for `jax_grouped.moe`."""
         _, wi, wo, _, _, *factors = self._weights(x)
         adapters = (factors[:2], factors[2:]) if factors else None
@@ -345,8 +348,8 @@ class MoE(_Experts):
     """
 
     operation = staticmethod(routed_mlp)
-    mlp = staticmethod(routed_mlp)
-    """The function of the experts; a subclass may replace it by another one with the same arguments."""
+    mlp: Callable[..., Array] | None = None
+    """The function of the experts in place of `routed_mlp`, with the same arguments: a static method of a subclass."""
 
     def __init__(
         self,
@@ -438,7 +441,7 @@ class MoE(_Experts):
             wi,
             wo,
             self.num_experts_per_tok,
-            shared=None if self.shared is None else self.shared.expert(rows, rngs),
+            shared=None if self.shared is None else self.shared._expert(rows, rngs),
             activation=self.activation,
             wi_bias=wi_bias,
             wo_bias=wo_bias,

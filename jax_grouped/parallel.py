@@ -9,7 +9,7 @@ one rank sends to one rank at most, H hidden size, F expert width, W columns of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,13 +24,13 @@ from grouped_core.calls import spec_of
 from grouped_core.mlp_spec import Residuals
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
-from grouped_core.routing_spec import check_floats, check_shared
+from grouped_core.routing_spec import check_floats, check_shared, integers
 from jax_grouped import _mesh, _parallel_moe, _ragged, route
-from jax_grouped._arguments import as_array, as_bound, to_int32
+from jax_grouped._arguments import as_array, as_bound, axis_names, to_int32
 from jax_grouped._exchange import TRANSPORTS, Way, back, there, transport_option
 from jax_grouped._mesh import MeshAxes as MeshAxes
-from jax_grouped._mlp_gradients import Accumulators
-from jax_grouped._parallel_checks import check_moe, check_split
+from jax_grouped._mlp_gradients import Accumulators, accumulators_of
+from jax_grouped._parallel_checks import check_moe, check_split, taken, weight_of
 from jax_grouped._ragged import ragged_all_to_all as ragged_all_to_all
 from jax_grouped.moe import SharedExpert
 from jax_grouped.route import MoEAux, Permutation
@@ -104,27 +104,36 @@ def moe(
     Raises:
         ValueError, TypeError: a shape, dtype or option does not fit.
     """
+    function = _parallel_moe.FUNCTION
     x, router = as_array("x", x, "[T, H]"), as_array("router", router, "[H, E]")
-    check_rank("moe", "x", "x", x.shape, of=_parallel_moe.FUNCTION)
-    check_rank("moe", "router", "router", router.shape, of=_parallel_moe.FUNCTION)
-    name, function = transport_option(_parallel_moe.FUNCTION, transport), _parallel_moe.FUNCTION
-    exchange.check_budget_factor(function, budget_factor)
-    check_floats(function, "router", spec_of(router))
+    check_rank("moe", "x", "x", x.shape, of=function)
+    check_rank("moe", "router", "router", router.shape, of=function)
+    (k,), name = integers(function, k=k), transport_option(function, transport)
+    budget_factor = exchange.check_budget_factor(function, budget_factor)
+    if not isinstance(axes, MeshAxes):
+        raise TypeError(
+            f"`axes` of {function}: {type(axes).__name__}, expected a MeshAxes; pass parallel.MeshAxes(expert=...), "
+            "with the names of axes of the mesh."
+        )
+    for each, array in (("x", x), ("router", router)):
+        check_floats(function, each, spec_of(array))
     check_shared(function, shared, SharedExpert)
-    arrays: dict[str, Any] = {
-        "x": x,
-        "router": router,
-        "wi": wi,
-        "wo": wo,
-        "shared": shared,
-        "wgrad_accum": wgrad_accum,
-    }
-    arrays |= {"wi_bias": wi_bias, "wo_bias": wo_bias, "recipe": as_bound(linear_spec.recipe_option(recipe))}
-    arrays |= {"lora": lora, "lora_key": lora_key}
-    of_tokens = {each: routing.pop(each, None) for each in ("mask", "experts", "bias", "key", "sequence_sizes")}
-    arrays = {each: value for each, value in (arrays | of_tokens).items() if value is not None}
+    arrays: dict[str, Any] = {"x": x, "router": router, "wi": weight_of("wi", wi), "wo": weight_of("wo", wo)}
+    arrays |= {"lora": lora, "recipe": as_bound(linear_spec.recipe_option(recipe))}
+    if wgrad_accum is not None:
+        arrays["wgrad_accum"] = accumulators_of("wgrad_accum", wgrad_accum, isinstance(arrays["wi"], tuple))
     if shared is not None:
-        arrays["shared"] = shared._replace(recipe=as_bound(linear_spec.recipe_option(shared.recipe)))
+        wi, wo = weight_of("shared.wi", shared.wi), weight_of("shared.wo", shared.wo)
+        arrays["shared"] = shared._replace(wi=wi, wo=wo, recipe=as_bound(linear_spec.recipe_option(shared.recipe)))
+    arrays |= {"wi_bias": wi_bias, "wo_bias": wo_bias, "lora_key": lora_key}
+    arrays |= {each: routing.pop(each, None) for each in ("mask", "experts", "bias", "key", "sequence_sizes")}
+    arrays = {each: taken(each, value) for each, value in arrays.items() if value is not None}
+    for each, option in routing.items():
+        if not isinstance(option, Hashable):
+            raise TypeError(
+                f"`{each}` of {function}: {type(option).__name__}, expected a Python value, for which the program is "
+                "compiled; pass e.g. a float."
+            )
     plan = _parallel_moe.Plan(
         axes=axes,
         transport=name,
@@ -206,6 +215,7 @@ def dispatch(
     """
     function = "parallel.dispatch"
     name = transport_option(function, transport, TRANSPORTS[:2])
+    (num_experts,), axis_name = integers(function, num_experts=num_experts), axis_names(function, axis_name) or ()
     x, experts = as_array("x", x, "[T, H]"), as_array("experts", experts, "[T, k]")
     weights = as_array("weights", weights, "[T, k]")
     exchange.check_dispatch(function, *(spec_of(each) for each in (x, experts, weights)))
@@ -230,8 +240,9 @@ def combine(y: Float[Array, "M H"], handle: Handle) -> Float[Array, "T H"]:
         [T, H] in the dtype of y, rounded once; slots without a row add 0.
 
     Raises:
-        ValueError: another number of rows. TypeError: a dtype does not fit.
+        ValueError: another number of rows. TypeError: a dtype does not fit, or it is no handle.
     """
     y = as_array("y", y, "[M, H]")
+    linear_spec.check_made_by("parallel.combine", "handle", handle, Handle, "dispatch")
     exchange.check_combine("parallel.combine", spec_of(y), handle.way.option.rows)
     return back(route.unpermute(y, handle.permutation), handle.way)

@@ -22,7 +22,16 @@ from grouped_core.plans import Planner
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
-from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec, as_spec, one_group, to_int32
+from jax_grouped._arguments import (
+    AnyArray,
+    as_array,
+    as_operand,
+    as_operand_spec,
+    as_spec,
+    axis_names,
+    one_group,
+    to_int32,
+)
 from jax_grouped._run import RUN, reduce_to, varying_axes
 
 
@@ -127,7 +136,7 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
         master: of the logical shape of q, e.g. the float32 weight that q was quantised from once for several uses.
 
     Raises:
-        ValueError: shapes that differ. TypeError: q is not quantised.
+        ValueError: shapes that differ. TypeError: q is not quantised, or the master no array of floats.
     """
     check_quantized(q)
     array = as_array("master", master, "of the shape of q")
@@ -135,6 +144,8 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
         raise ValueError(
             f"`master`: shape {tuple(array.shape)}, expected {q.shape} = shape of `q`; pass its own master."
         )
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"`master`: dtype {array.dtype}, expected one of floats, which have a gradient; cast it first.")
     return StraightThrough(array, q)
 
 
@@ -177,8 +188,8 @@ def update_scaling(
     if previous is not None:
         scaling.check_state(previous, stacked=True)
         state = _reached(state, previous)
-    if axis_name is not None:
-        current = _values(jax.lax.pmax(_bits(state.history[..., 0, :]), axis_name))
+    if (axes := axis_names("update_scaling", axis_name)) is not None:
+        current = _values(jax.lax.pmax(_bits(state.history[..., 0, :]), axes))
         state = ScalingState(state.scale, state.history.at[..., 0, :].set(current), state.top, state.algorithm)
     (*lead, _, groups), steps = state.scale.shape, state.history.shape[-2]
     if not lead:

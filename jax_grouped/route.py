@@ -17,11 +17,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from grouped_core import routing as rules
 from grouped_core import routing_spec
 from grouped_core.calls import spec_of
+from grouped_core.linear_spec import check_made_by
 from grouped_core.routing_calls import SCORES as SCORES
 from grouped_core.routing_spec import alignment_for as alignment_for
 from grouped_core.routing_spec import router_option
 from jax_grouped import _router, _rows
-from jax_grouped._arguments import AnyArray, as_array, to_int32
+from jax_grouped._arguments import AnyArray, as_array, axis_names, to_int32
 from jax_grouped._router import AxisName as AxisName
 from jax_grouped._router import Given, Options, Routed
 from jax_grouped._rows import Places
@@ -173,7 +174,7 @@ def topk_router(
         experts=None if given.experts is None else to_int32(given.experts),
         sequence_sizes=None if given.sequence_sizes is None else to_int32(given.sequence_sizes),
     )
-    found: Routed = differentiable(_router.route, Options(op, axis_name), logits, given)
+    found: Routed = differentiable(_router.route, Options(op, axis_names("topk_router", axis_name)), logits, given)
     aux = MoEAux(found.load[0], found.aux_loss, found.z_loss, found.dropped, found.overflow, found.entropy)
     return found.weights, found.experts, aux
 
@@ -221,8 +222,8 @@ def update_bias(
     old, counts = as_array("bias", bias, "[E]"), as_array("load", load, "[E]")
     routing_spec.check_update_bias(spec_of(old), spec_of(counts))
     counts = to_int32(counts)
-    if axis_name is not None:
-        counts = jax.lax.psum(counts, axis_name)
+    if (axes := axis_names("update_bias", axis_name)) is not None:
+        counts = jax.lax.psum(counts, axes)
     return rules.update_bias(RUN, jax.lax.stop_gradient(old), counts, rate)
 
 
@@ -264,8 +265,8 @@ def balance_quantile(
     rows, old = jax.lax.stop_gradient((rows, old))
     words = None if counted is None else counted.astype(jnp.uint8)
     counts = rules.margins(RUN, rows, old, k, score, bins, low, high, words)
-    if axis_name is not None:
-        counts = jax.lax.psum(counts, axis_name)
+    if (axes := axis_names("balance_quantile", axis_name)) is not None:
+        counts = jax.lax.psum(counts, axes)
     return rules.quantile_bias(RUN, counts, k, low, high)
 
 
@@ -326,10 +327,11 @@ def unpermute(
         [T, H]; dropped slots add 0.
 
     Raises:
-        ValueError: shapes do not fit the permutation. TypeError: a dtype does not fit.
+        ValueError: shapes do not fit the permutation. TypeError: a dtype does not fit, or it is no permutation.
     """
     y = as_array("y", y, "[M, H]")
     factors = None if weights is None else as_array("weights", weights, "[T, k]")
+    check_made_by("unpermute", "permutation", permutation, Permutation, "permute")
     source, inverse = permutation.source, permutation.inverse
     of_factors = None if factors is None else spec_of(factors)
     routing_spec.check_unpermute(spec_of(y), source.shape[0], spec_of(inverse), of_factors)
@@ -368,8 +370,10 @@ def unpad_groups(rows: Float[AnyArray, "P H"], map: GroupPadding) -> Float[Array
         rows: [P, H]; differentiable. map: from `pad_groups`.
 
     Raises:
-        ValueError: the shape of rows is not the one that `pad_groups` returned.
+        ValueError: the shape of rows is not the one that `pad_groups` returned. TypeError: the dtype, or the map is
+        not what it returned.
     """
     rows = as_array("rows", rows, "[P, H]")
+    check_made_by("unpad_groups", "map", map, GroupPadding, "pad_groups")
     routing_spec.check_unpad_groups(spec_of(rows), spec_of(map.source))
     return differentiable(_rows.take, None, rows, map.inverse, map.source)

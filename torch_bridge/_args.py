@@ -18,7 +18,7 @@ from torch import Tensor
 from grouped_core import activations, linear_spec, memory, mlp_spec, scaling
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
-from grouped_core.formats import WIDE, Format, QTensor, wide
+from grouped_core.formats import Format, QTensor, wide
 from grouped_core.linear_spec import Linear, Names, implementation_names, recipe_option
 from grouped_core.lora import LORA
 from grouped_core.memory import Span
@@ -27,8 +27,7 @@ from grouped_core.plans import Planner
 from grouped_core.products import in_form, operand_spec, quantized_spec
 from grouped_core.ranks import check_member, check_rank, letters
 from grouped_core.recipes import BoundRecipe, Recipe
-from grouped_core.routing_calls import MAX_SLOTS
-from grouped_core.routing_spec import check_by_row
+from grouped_core.routing_spec import check_routed_mlp
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._cache import Cache
@@ -289,8 +288,8 @@ def routed_arguments(
     if isinstance(experts, Tensor):
         if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
             raise TypeError(
-                f"`{ROUTED_NAMES.sizes}` of routed_mlp: dtype {experts.dtype}, expected integers; "
-                "pass numbers of experts."
+                f"`{ROUTED_NAMES.sizes}` of routed_mlp: dtype {dtype_name(experts.dtype)}, expected integers; pass "
+                "numbers of experts."
             )
         experts = saturate(experts)
     base = (x, wi, wo, experts, rhs_transposed, activation, weights, wi_bias, wo_bias, recipe, residuals)
@@ -358,32 +357,10 @@ def _check_mlp(
 def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: Tensor) -> None:
     """Checks tokens [T, K] and their experts and weights [T, k]. Raises TypeError or ValueError."""
     names, x = ROUTED_NAMES, home(tokens)
-    if isinstance(tokens, QTensor):
-        check_by_row(packed_spec(tokens, 0))
-    elif dtype_name(x.dtype) not in WIDE:
-        raise TypeError(
-            f"`{names.x}` of routed_mlp: dtype {x.dtype}, expected one of {', '.join(WIDE)}; cast it first."
-        )
     check_operand(names.sizes, experts, x)
-    check_rank("routed_mlp", "experts", names.sizes, experts.shape, of="routed_mlp")
     check_operand(names.probs, weights, x)
-    check_rank("routed_mlp", "weights", names.probs, weights.shape, of="routed_mlp")
-    if dtype_name(weights.dtype) not in WIDE:
-        raise TypeError(
-            f"`{names.probs}` of routed_mlp: dtype {weights.dtype}, expected one of {', '.join(WIDE)}; cast it first."
-        )
     settle_rows(x, experts, weights)  # values of tokens have T rows in every format whose scales are per row
-    found = rows_spec(experts).shape
-    if found[0] != rows_spec(x).shape[0] or not 1 <= found[1] <= MAX_SLOTS:
-        raise ValueError(
-            f"`{names.sizes}` of routed_mlp: shape {tuple(experts.shape)}, expected [T, k] with T = {x.shape[0]} "
-            f"tokens of `{names.x}` and k from 1 to {MAX_SLOTS}; route these tokens."
-        )
-    if rows_spec(weights).shape != found:
-        raise ValueError(
-            f"`{names.probs}` of routed_mlp: shape {tuple(weights.shape)}, expected {tuple(experts.shape)} = shape of "
-            f"`{names.sizes}`; pass one weight per slot."
-        )
+    check_routed_mlp(packed_spec(tokens, 0), rows_spec(experts), rows_spec(weights))
     for each in (experts, weights):
         torch._check(each.shape[0] == x.shape[0])  # torch.compile may have given them symbols of their own
 

@@ -196,8 +196,23 @@ def test_layouts_convert_there_and_back(library: str) -> None:
         asserts.bitwise(np.asarray(deinterleave(mixed, block, axis=1)), weight)
 
 
+@pytest.mark.rule("MLP-3")
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = Activation("clamped_qgeglu", alpha=np.float32(1.5), limit=np.int64(7), interleave=np.int64(2))
+    assert given == Activation("clamped_qgeglu", alpha=1.5, limit=7.0, interleave=2)
+    assert [type(each) for each in (given.alpha, given.limit, given.interleave)] == [float, float, int]
+
+
 @pytest.mark.rule("ERR-1", "MLP-5")
 def test_layouts_that_do_not_divide_are_refused() -> None:
     for shape, block in (((4, 10), 3), ((4, 9), 1), ((4, 8), 0)):
         with asserts.refused(ValueError, ("`block` of interleave", str(block), str(shape), "divisor", "choose")):
             interleave(np.zeros(shape), block)
+    for bad, fragments in (
+        ((np.zeros((4, 8)), 2, 2), ("`axis` of interleave", "2", "axes of (4, 8)", "columns")),
+        ((np.zeros((4, 8)), None, 1), ("`block` of interleave", "None", "an integer", "pass an int")),
+        (([1.0, 2.0], 1, 0), ("`weight` of interleave", "list", "an array", "convert it")),
+    ):
+        weight, block, axis = bad
+        with asserts.refused(ValueError if axis == 2 else TypeError, fragments):
+            deinterleave(weight, block, axis=axis)

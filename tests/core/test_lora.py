@@ -465,3 +465,10 @@ def test_codes_are_contracted_along_either_axis(format, shape):
         close = dy[:5].astype(np.float64) @ plain[0].astype(np.float64)
         limit = np.abs(dy[:5]).astype(np.float64) @ np.abs(plain[0]).astype(np.float64) * shape[1] * 2.0**-23
         asserts.within(dx[:5], Bounded(close, limit, "float32"))
+
+
+@pytest.mark.rule("LOR-1")
+def test_numbers_of_numpy_are_numbers() -> None:
+    option = lora.option("lora", np.float32(0.5), np.float32(0.25), object())
+    assert (type(option.scaling), option.scaling, option.dropout) == (float, 0.5, 0.25)
+    assert lora.layer_options("MoE", np.int64(4), np.int32(2), 0.0) == lora.LayerOptions(4, 0.5, 0.0)

@@ -160,6 +160,11 @@ def test_refusals():
         Residuals("all")
     with asserts.refused(ValueError, ("`names`", "'x'", "grouped_x", "rename")):
         Residuals(names={"x": "y"})
+    for names in (["grouped_x"], {"grouped_x": 3}, None):
+        with asserts.refused(TypeError, ("`names` of Residuals", repr(names), "a mapping", "pass e.g.")):
+            Residuals(names=names)
+    with asserts.refused(TypeError, ("`offload` of Residuals", "None", "some of grouped_x", "leave it out")):
+        Residuals(offload=None)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -326,3 +326,27 @@ def test_a_tree_that_names_an_accumulator_twice_is_refused():
         step([w, w], [accum, accum], x)
     with asserts.refused(ValueError, ["`accum`: structure", "expected", "put None where a parameter has no"]):
         step([w, w], [accum], x)
+
+
+@pytest.mark.rule("ACC-5", "ERR-1")
+def test_accumulators_of_numpy_and_of_other_dtypes():
+    (x,), (w,) = data()
+    step = value_and_accumulate_grad(lambda params, accum, x: loss(x, params[0], accum[0]))
+    found = step([w], [np.ones(w.shape, np.float32)], x)[2][0]
+    asserts.bitwise(found, step([w], [jnp.ones(w.shape, jnp.float32)], x)[2][0])
+    for dtype in (np.int32, np.float64):
+        with asserts.refused(TypeError, ["`accum`", np.dtype(dtype).name, "expected one of float32", "allocate"]):
+            step([w], [np.ones(w.shape, dtype)], x)
+
+
+@pytest.mark.rule("ACC-6", "ERR-1")
+def test_parts_of_another_operation_are_refused():
+    x, wi, wo, sizes = jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.ones((2, 4, 8)), jnp.asarray([1, 3])
+    y, res = jg.accumulate.grouped_mlp_fwd(x, wi, wo, sizes)
+    for given in (None, (y, res)):
+        with asserts.refused(TypeError, ["`res` of grouped_mlp_bwd_dx", "MlpResiduals that `grouped_mlp_fwd`", "pass"]):
+            jg.accumulate.grouped_mlp_bwd_dx(given, y)
+    with asserts.refused(TypeError, ["`dy`: NoneType", "a JAX or NumPy array [M, K]", "convert"]):
+        jg.accumulate.grouped_mlp_bwd_dx(res, None)
+    with asserts.refused(TypeError, ["`deferred` of grouped_mlp_bwd_dw", "MlpResiduals", "the Deferred that", "pass"]):
+        jg.accumulate.grouped_mlp_bwd_dw(res)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grouped_core.safetensors_file import File
-from jax_grouped import Activation, FP8Delayed, QTensor, checkpoint, dequantize, linen, quantize
+from jax_grouped import Activation, FP8Delayed, QTensor, checkpoint, dequantize, interleave, linen, quantize
 from jax_grouped.nnx import GroupedMLP, MoE
 from tests.asserts import bitwise, refused
 from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, written
@@ -120,6 +121,124 @@ def test_arrays_without_values_are_not_saved(tmp_path: Path) -> None:
     with refused(TypeError, ["`tree` of a checkpoint", "int", "expected an array", "leave it out"]):
         checkpoint.save(tmp_path / "f.safetensors", 3)
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_but_a_checkpoint_is_replaced_by_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orbax removes what is at the path first: also the current folder for an empty path."""
+    given = {"w": jnp.ones(3)}
+    (tmp_path / "own").mkdir()
+    files = [tmp_path / "own" / "notes.txt", tmp_path / "file"]
+    for each in files:
+        each.write_text("kept")
+    monkeypatch.chdir(tmp_path / "own")
+    for path, came in (("", "a folder of other files"), (tmp_path / "own", "a folder"), (tmp_path / "file", "a file")):
+        with refused(ValueError, ["`path` of save", came, "expected a new or empty folder", "pass another path"]):
+            checkpoint.save(path, given)
+    assert [each.read_text() for each in files] == ["kept", "kept"]
+    (tmp_path / "empty").mkdir()
+    checkpoint.save(tmp_path / "empty", given)
+    same(checkpoint.load(tmp_path / "empty", given), given)
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
+    given = {"w": jnp.ones(3)}
+    checkpoint.save(tmp_path / "folder", given)
+    for bad, name in (({}, "tree"), ({"w": jnp.ones(3), "x": jnp.ones((0, 2))}, "x")):
+        with refused(ValueError, [f"`{name}` of save", "expected some", "`.safetensors` file"]):
+            checkpoint.save(tmp_path / "folder", bad)
+        checkpoint.save(tmp_path / "f.safetensors", bad)
+        same(checkpoint.load(tmp_path / "f.safetensors", bad), bad)
+    same(checkpoint.load(tmp_path / "folder", given), given)
+
+
+def test_damaged_folders_are_refused(tmp_path: Path) -> None:
+    path, given = tmp_path / "folder", {"w": jax.random.normal(jax.random.key(0), (64, 64))}
+    checkpoint.save(path, given)
+    for each in (path / "state").glob("ocdbt.process_*"):
+        shutil.rmtree(each)
+    with refused(ValueError, [f"`{path}`", "damaged arrays", "expected those", "intact"]):
+        checkpoint.load(path, given)
+
+
+@pytest.mark.rule("CKP-8")
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+def test_numpy_arrays_of_64_bits_keep_them(tmp_path: Path, name: str) -> None:
+    given = {"a": np.array([1 / 3]), "b": np.array([2**40]), "c": jnp.ones(2)}
+    checkpoint.save(tmp_path / name, given)
+    found = checkpoint.load(tmp_path / name, given)
+    assert isinstance(found["a"], np.ndarray)
+    same(found, given)
+
+
+@pytest.mark.rule("CKP-5")
+def test_modules_know_their_activation(tmp_path: Path) -> None:
+    path, module = tmp_path / "f.safetensors", moe()
+    for spec in ("geglu_tanh", Activation("swiglu", interleave=8), {"a": "geglu_tanh"}, {"a.experts": "geglu_tanh"}):
+        with refused(
+            ValueError, ["`spec` of save", "for `a.experts`", "expected Activation(kind='swiglu'", "leave it"]
+        ):
+            checkpoint.save(path, {"a": module}, spec)
+    checkpoint.save(path, {"a": module, "b": params(module)}, {"b": "swiglu"})
+    checkpoint.save(path, {"a": module, "b": params(module)}, "swiglu")
+
+
+@pytest.mark.rule("CKP-4", "CKP-6")
+@jax.numpy_dtype_promotion("standard")  # optax needs it
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+def test_an_optimizer_is_loaded_in_place_in_the_order_of_its_module(tmp_path: Path, name: str) -> None:
+    def pair(seed: int, **options: Any) -> Any:
+        model = moe(seed, **options)
+        return {"model": model, "opt": nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)}
+
+    given, path = pair(0), tmp_path / name
+    given["opt"].update(given["model"], nnx.grad(lambda model: jnp.square(model(rows())[0]).mean())(given["model"]))
+    checkpoint.save(path, given, "swiglu")
+    like = pair(1)
+    assert checkpoint.load(path, like)["opt"] is like["opt"]
+    same(params(like["opt"]), params(given["opt"]))
+    blocked = pair(2, activation=Activation("swiglu", interleave=8))
+    with refused(ValueError, ["`opt.opt_state.0.", "beside `model.experts`", "None to 8", "interleave=(None, 8)"]):
+        checkpoint.load(path, blocked, convert=True)
+    checkpoint.load(path, blocked, convert=True, interleave=(None, 8))
+    moments, expected = (params(each["opt"])["opt_state"][0]["mu"]["wi"] for each in (blocked, given))
+    bitwise(moments, interleave(expected, 8), "moments")
+    assert float(jnp.abs(moments).sum()) > 0
+
+
+def stacked_layers(form: str, seed: int, activation: Any = "swiglu") -> Any:
+    """Two layers as a scan over them has them."""
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(axis_size=2)
+    def made(rngs: nnx.Rngs) -> Any:
+        if form == "GroupedMLP":
+            return GroupedMLP(E, H, F, activation=activation, rngs=rngs)
+        return MoE(H, F, E, 2, shared_dim=16, activation=activation, rngs=rngs)
+
+    return made(nnx.Rngs(seed))
+
+
+@pytest.mark.rule("CKP-5", "CKP-6")
+@pytest.mark.parametrize("form", ["GroupedMLP", "MoE"])
+def test_stacked_layers_keep_their_order_of_columns(tmp_path: Path, form: str) -> None:
+    """No conversion turns them, so another order is refused, and never taken for the model's."""
+    path, blocked = tmp_path / "f.safetensors", Activation("swiglu", interleave=8)
+    given, same_order = stacked_layers(form, 0, blocked), stacked_layers(form, 1, blocked)
+    checkpoint.save(path, {"a": given})
+    checkpoint.load(path, {"a": same_order})
+    same(params(same_order), params(given))
+    model = stacked_layers(form, 2)
+    before = params(model)
+    for convert in (False, True):
+        with refused(ValueError, [f"`{path}`", "a.", "a scan stacked", "interleave 8, expected None", "each layer"]):
+            checkpoint.load(path, {"a": model}, convert=convert)
+    with refused(ValueError, ["activation of `a", "swiglu", "geglu_tanh"]):
+        checkpoint.load(path, {"a": stacked_layers(form, 2, "geglu_tanh")})
+    same(params(model), before)
+    for target, block in (("hugging_face", None), ("jax_grouped", (None, 8))):
+        with refused(ValueError, ["wi` of shape (2,", "expected the experts of one layer", "one by one"]):
+            checkpoint.convert(model, "jax_grouped", target, interleave=block)
+    same(checkpoint.convert(model, "jax_grouped", "jax_grouped"), before)
 
 
 @pytest.mark.rule("CKP-6")
@@ -245,6 +364,13 @@ def test_a_base_loads_beside_adapters(tmp_path: Path) -> None:
     same(after, {key: plain.get(key, value) for key, value in before.items()})
 
 
+def test_arrays_of_other_processes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"a": {"b": jnp.ones(3)}}
+    monkeypatch.setattr(type(given["a"]["b"]), "is_fully_addressable", False)
+    with refused(ValueError, ["`a.b` of a checkpoint", "shape (3,)", "expected whole arrays", "`shard=`"]):
+        checkpoint.save(tmp_path / "f.safetensors", given)
+
+
 def test_bad_arguments_and_trees(tmp_path: Path) -> None:
     path, tree = tmp_path / "f.safetensors", params(moe())
     with refused(ValueError, ["`spec` of save", "`experts`", "expected an Activation"]):
@@ -254,8 +380,12 @@ def test_bad_arguments_and_trees(tmp_path: Path) -> None:
         checkpoint.save(path, {"a": "x"})
     with refused(ValueError, ["`a.b` of a checkpoint", "two arrays of that path"]):
         checkpoint.save(path, {"a": {"b": jnp.zeros(1)}, "a.b": jnp.zeros(1)})
-    with refused(ValueError, ["dtype key<fry>", "expected one of float64"]):
+    with refused(ValueError, ["`a` of a checkpoint", "dtype key<fry>", "expected one of float64", "key_data"]):
         checkpoint.save(path, {"a": jax.random.key(0)})
+    with refused(TypeError, ["`a` of a checkpoint", "masked", "without a mask", "filled"]):
+        checkpoint.save(path, {"a": np.ma.masked_array(np.ones(3), mask=True)})
+    with refused(ValueError, [f"`{path}`", "`__metadata__`", "another name", "rename"]):
+        checkpoint.save(path, {"__metadata__": jnp.zeros(1)})
     checkpoint.save(path, tree, {"": "swiglu"})
     for like, kind, words in (
         (
@@ -276,3 +406,6 @@ def test_bad_arguments_and_trees(tmp_path: Path) -> None:
             checkpoint.convert(tree, **({"source": "flax", "target": "flax"} | {name: "x"}))
     with refused(ValueError, ["`interleave`: 0", "1 or more"]):
         checkpoint.convert(tree, "flax", "flax", interleave=0)
+    for call, given in ((checkpoint.from_peft, ([1.0], [1.0], 2)), (checkpoint.to_peft, (None, None))):
+        with refused(TypeError, ["`a`", "expected an array", "convert it"]):
+            call(*given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from functools import partial
 from typing import Any
@@ -496,6 +497,21 @@ def test_metadata_is_the_users_alone() -> None:
     assert "note" not in mlp.wo.get_metadata()
 
 
+def test_tables_of_flax_leave_layers_as_they_are() -> None:
+    """`nnx.tabulate` runs every public function that a layer's class has as if it were a method."""
+
+    class Own(nnx.MoE):
+        pass
+
+    layer, x = Own(4, 4, 2, 1, shared_dim=3, rngs=flax_nnx.Rngs(0)), jnp.ones((3, 4))
+    y = layer(x)[0]
+    with contextlib.suppress(TypeError):  # this Flax cannot print results with a NamedTuple in them
+        flax_nnx.tabulate(layer, x)
+    asserts.bitwise(layer(x)[0], y)
+    mlp = nnx.GroupedMLP(2, 4, 4, rngs=flax_nnx.Rngs(0))
+    assert "GroupedMLP" in flax_nnx.tabulate(mlp, x, jnp.asarray([2, 1]))
+
+
 @pytest.mark.rule("ERR-1")
 def test_layer_refusals() -> None:
     rngs = flax_nnx.Rngs(0)
@@ -514,9 +530,22 @@ def test_layer_refusals() -> None:
         for given, name in (({"x": [[1.0] * 3]}, "x"), ({"mask": [True]}, "mask"), ({"experts": [[0]]}, "experts")):
             with asserts.refused(TypeError, (f"`{name}`", "list", "expected a JAX or NumPy array [...", "convert it")):
                 call(**({"x": jnp.ones((1, 3))} | given))
-    for layer in (nnx.GroupedLinear(2, 3, 4, rngs=rngs), partial(linen.GroupedLinear(2, 3, 4).init, jax.random.key(0))):
-        with asserts.refused(TypeError, ("`x`", "list", "expected a JAX or NumPy array [M, K]", "convert it")):
-            layer([[1.0] * 3], jnp.asarray([1, 0]))
+    for name, axes in (("GroupedLinear", "[M, K]"), ("GroupedMLP", "[M, H]")):
+        sizes = (2, 3, 4)
+        own, other = getattr(nnx, name)(*sizes, rngs=rngs), getattr(linen, name)(*sizes)
+        for layer in (own, partial(other.init, jax.random.key(0))):
+            with asserts.refused(TypeError, ("`x`", "list", f"expected a JAX or NumPy array {axes}", "convert it")):
+                layer([[1.0] * 3], jnp.asarray([1, 0]))
+    for name, given in (("dtype", "half-ish"), ("dtype", jnp.int32), ("param_dtype", jnp.int32), ("param_dtype", 3)):
+        for kind, sizes in (("GroupedLinear", (2, 3, 4)), ("GroupedMLP", (2, 3, 4)), ("MoE", (3, 4, 2, 1))):
+            x = (jnp.ones((2, 3)), *([] if kind == "MoE" else [jnp.asarray([1, 0])]))
+            words = (f"`{name}` of {kind}", repr(given), "dtype of floating point numbers", "jnp.bfloat16")
+            with asserts.refused(TypeError, words):
+                getattr(nnx, kind)(*sizes, **{name: given}, rngs=rngs)
+            with asserts.refused(TypeError, words):
+                getattr(linen, kind)(*sizes, **{name: given}).init(jax.random.key(0), *x)
+    with asserts.refused(TypeError, ("`shared_dim` of MoE", "True", "an integer", "size")):
+        nnx.MoE(4, 4, 2, 1, shared_dim=True, rngs=rngs)
     with asserts.refused(TypeError, ("`probs`", "float", "expected a JAX or NumPy array [M]", "convert")):
         nnx.GroupedMLP(1, 3, 4, rngs=rngs)(jnp.ones((2, 3)), jnp.asarray([2]), 0.5)
     for probs, wanted in ((jnp.ones(1), "(2,) = all rows of `x`"), (jnp.ones((2, 1)), "one axis [M]")):

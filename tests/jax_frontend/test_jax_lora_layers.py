@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 
 from jax_grouped import grouped_mlp, linen, nnx, parallel, routed_mlp
@@ -215,6 +216,49 @@ def test_a_shared_expert_has_adapters_and_is_merged_too(kind: str):
     assert np.linalg.norm(after - before) < bounds.MERGED["bfloat16"] * np.linalg.norm(before)
 
 
+@pytest.mark.rule("LOR-5")
+@every_layer
+@every_kind
+def test_stacked_layers_are_merged_as_each_alone(kind: str, form: str):
+    """A scan over layers has their weights and adapters on one more axis."""
+    layer, definition = build(kind, form), build("linen", form).definition
+
+    def two(each: Any) -> Any:
+        return jnp.stack([each, -each / 2])
+
+    weights, factors = (jax.tree.map(two, each) for each in (layer.params, layer.factors))
+    if kind == "linen":
+        found = linen.merge(definition, {"params": weights, "lora": factors})["params"]
+    else:
+        flax_nnx.update(layer.module, jax.tree.map(two, flax_nnx.state(layer.module, flax_nnx.Param)))
+        found = _merged(kind, layer)
+    for at in range(2):
+        one = jax.tree.map(lambda each, at=at: each[at], {"params": weights, "lora": factors, "found": found})
+        same(one["found"], linen.merge(definition, one)["params"])
+
+
+@pytest.mark.rule("LOR-5", "ERR-1")
+def test_adapters_are_merged_by_their_own_options_alone():
+    layer = build("linen", "GroupedMLP")
+    variables = {"params": layer.params, "lora": layer.factors}
+    bad = (
+        (layer.definition.clone(lora_rank=None, lora_alpha=None), ValueError, ["`layer` of merge", "no `lora_rank`"]),
+        (
+            layer.definition.clone(lora_rank=2),
+            ValueError,
+            ["`wi_lora_a` of merge", f"rank {R}", "expected 2", "scales"],
+        ),
+        (flax_linen.Dense(2), TypeError, ["`layer` of merge", "Dense", "expected a GroupedLinear", "pass the layer"]),
+    )
+    for other, kind, words in bad:
+        with asserts.refused(kind, words):
+            linen.merge(other, variables)
+    with asserts.refused(TypeError, ["`variables` of merge", "NoneType", "collections by name", "pass those"]):
+        linen.merge(layer.definition, None)
+    with asserts.refused(ValueError, ["`variables` of merge", "no collection `params`", "expected one", "weights"]):
+        linen.merge(layer.definition, {"lora": layer.factors})
+
+
 @pytest.mark.rule("LOR-5", "ERR-1")
 @pytest.mark.parametrize("form", LAYERS)
 def test_layers_without_adapters_are_not_merged(form: str):
@@ -243,6 +287,11 @@ def make(kind: str, form: str, **options: Any) -> Any:
     [
         ({"lora_rank": 0}, ValueError, ["`lora_rank` of {form}", "0", "1 to 256", "choose"]),
         ({"lora_rank": 2.0}, TypeError, ["`lora_rank` of {form}", "2.0", "an integer or None", "pass a rank"]),
+        (
+            {"lora_rank": 2, "lora_alpha": "2"},
+            ValueError,
+            ["`lora_alpha` of {form}", "'2'", "finite number", "the rank"],
+        ),
         ({"lora_alpha": 2.0}, ValueError, ["`lora_alpha`", "of {form}", "without `lora_rank`", "pass a rank"]),
         ({"lora_rank": 2, "lora_dropout": 1.0}, ValueError, ["`lora_dropout`", "1.0", "0 to 1", "pass a rate"]),
     ],

@@ -329,6 +329,28 @@ def test_budgets_drop_what_the_definition_drops(transport: str, factor: float, c
     assert all(int(shard.data) == sum(dropped) for shard in aux.dropped.addressable_shards)
 
 
+@pytest.mark.rule("LYR-8", "LYR-3")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_capacity_is_that_of_the_tokens_of_a_rank(check_vma: bool) -> None:
+    """Losses are those of all tokens, drops are those of all ranks, and both are the same on every rank."""
+    ranks, mesh = 4, mesh_of(expert=4)
+    p, x, dy, _ = problem()
+    options = {"capacity_factor": 0.75}
+    found = gradients(lambda p, x: spread(p, x, mesh=mesh, check_vma=check_vma, **options), dy)
+
+    def expected(p: Any, x: Any) -> Any:
+        parts = [one_device(p, each, **options) for each in jnp.split(x, ranks)]
+        dropped = sum(aux.dropped for _, aux in parts)
+        return jnp.concatenate([y for y, _ in parts]), one_device(p, x)[1]._replace(dropped=dropped)
+
+    found, wanted = found(*placed(mesh, p, x, EXPERT)), gradients(expected, dy)(p, x)
+    same_layer(found, wanted, exact=False)
+    aux, dropped = found[0][1], int(wanted[0][1].dropped)
+    assert dropped > 0
+    assert all(int(shard.data) == dropped for shard in aux.dropped.addressable_shards)
+    assert bool(aux.overflow)
+
+
 def moved_rows(text: str, width: int, dtype: str = "bf16|f32|u16") -> int:
     """All-to-alls of rows [..., width] in a compiled program. XLA:CPU moves bfloat16 as float32."""
     moved = [line for line in text.splitlines() if re.search(r" all-to-all(-start)?\(", line)]
@@ -725,6 +747,78 @@ def test_refusals(name: str) -> None:
     options, fragments = REFUSALS[name]
     with asserts.refused(ValueError, (fragments[0] + " of parallel.moe", *fragments[1:])):
         spread(parameters(), draw(T, H), **{"mesh": mesh_of(expert=4, tensor=2), **options})
+
+
+WRONG: dict[str, tuple[type[Exception], dict[str, Any], tuple[str, ...]]] = {
+    "axes": (TypeError, {"axes": "expert"}, ("`axes` of parallel.moe", "str", "a MeshAxes", "with the names")),
+    "mesh": (TypeError, {"mesh": "cpu"}, ("`mesh` of parallel.moe", "str", "a jax.sharding.Mesh", "make_mesh")),
+    "scale": (TypeError, {"scale": jnp.float32(2)}, ("`scale` of parallel.moe", "ArrayImpl", "Python value", "float")),
+    "factor": (TypeError, {"budget_factor": "2"}, ("`budget_factor` of parallel.moe", "'2'", "a number", "pass")),
+    "mask": (TypeError, {"mask": [True] * T}, ("`mask`", "list", "array [T]", "jnp.asarray")),
+    "bias": (TypeError, {"wi_bias": [0.0]}, ("`wi_bias`", "list", "array [E, W]", "jnp.asarray")),
+    "key": (
+        ValueError,
+        {"jitter": 0.1, "key": jax.random.key(0)},
+        ("`key` of parallel.moe", "key<fry>", "uint32[2]", "low word first"),
+    ),
+    "biases": (
+        ValueError,
+        {"wi_bias": np.zeros((2, 2 * F), np.float32)},
+        ("`wi_bias` of parallel.moe", "2 experts", f"expected {E} as in `router`", "all ranks"),
+    ),
+    "adapters": (
+        ValueError,
+        {"lora": (None, (np.zeros((2, F, R), np.float32), np.zeros((2, R, H), np.float32)))},
+        ("`lora[1][0]` of parallel.moe", "2 experts", f"expected {E} as in `router`", "all ranks"),
+    ),
+    "accumulators": (
+        TypeError,
+        {"wgrad_accum": np.zeros((E, F, H), np.float32)},
+        ("`wgrad_accum`", "ndarray", "None or a pair", "put None"),
+    ),
+    "wide": (
+        TypeError,
+        {"wi_bias": np.zeros((E, 2 * F))},
+        ("`wi_bias` of parallel.moe", "float64", "at most 32 bits", "cast it"),
+    ),
+}
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name: str) -> None:
+    kind, options, fragments = WRONG[name]
+    with asserts.refused(kind, fragments):
+        spread(parameters(), draw(T, H), **{"mesh": mesh_of(expert=4), **options})
+
+
+@pytest.mark.rule("ERR-1")
+def test_wrong_arguments_of_the_exchanges_are_named() -> None:
+    x, ids, weights = draw(T, H), jnp.zeros((T, K), jnp.int32), draw(T, K)
+    with asserts.refused(ValueError, ("`axis_name` of parallel.dispatch", "'expert'", "manual here", "shard_map")):
+        parallel.dispatch(x, ids, weights, E, axis_name="expert")
+    with asserts.refused(TypeError, ("`num_experts` of parallel.dispatch", "8.0", "an integer", "pass an int")):
+        parallel.dispatch(x, ids, weights, 8.0, axis_name=())
+    with asserts.refused(TypeError, ("`handle` of parallel.combine", "NoneType", "the Handle that `dispatch`", "pass")):
+        parallel.combine(x, None)
+    for axis in (3, ["expert"]):
+        with asserts.refused(TypeError, ("`expert` of MeshAxes", repr(axis), "a name or a tuple", "name axes")):
+            MeshAxes(expert=axis)
+
+
+@pytest.mark.rule("LYR-9", "GRP-1")
+def test_arguments_are_those_of_one_device_whatever_holds_them() -> None:
+    """Halves in a list, experts of 64 bits on the host, a factor of NumPy; and k of another type is in no cache."""
+    mesh, p, x = mesh_of(expert=4), parameters(pair=True), draw(T, H, seed="x")
+    experts = np.random.default_rng(0).integers(0, E, (T, K)) + 2**32 * (np.arange(T)[:, None] % 3 == 0)
+    options = {"experts": experts, "mesh": mesh, "budget_factor": np.float32(8)}
+    y, aux = spread(p | {"wi": list(p["wi"])}, x, **options)
+    expected, of_one = one_device(p, x, experts=experts)
+    asserts.bitwise(y, expected)
+    asserts.bitwise(aux.load, of_one.load)
+    parallel.moe(x, p["router"], p["wi"], p["wo"], 2, axes=EXPERT, mesh=mesh)
+    with asserts.refused(TypeError, ("`k` of parallel.moe", "2.0", "an integer", "pass an int")):
+        parallel.moe(x, p["router"], p["wi"], p["wo"], 2.0, axes=EXPERT, mesh=mesh)
 
 
 @pytest.mark.rule("ERR-1")

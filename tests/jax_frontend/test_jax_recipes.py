@@ -294,3 +294,10 @@ def test_an_eager_step_moves_nothing_from_the_host(recipe: Any):
         _, back = jax.vjp(lambda x, w: jax_grouped.ragged_dot(x, w, sizes, recipe=bound), x, w)
         back(dy)
         jax_grouped.quantize(x, "mxfp8")
+
+
+@pytest.mark.rule("ERR-1", "QNT-8")
+def test_a_master_has_floats() -> None:
+    q = jax_grouped.quantize(jnp.ones((1, 32, 32)), "mxfp8", axis=1)
+    with asserts.refused(TypeError, ["`master`", "int32", "floats, which have a gradient", "cast it"]):
+        jax_grouped.straight_through(jnp.ones((1, 32, 32), jnp.int32), q)

@@ -455,6 +455,105 @@ def test_arguments_that_are_no_arrays_and_mapped_axes() -> None:
         jax.vmap(lambda z: route.topk_router(z, K)[0])(jnp.zeros((2, T, E)))
 
 
+MASKED = np.ma.masked_array(np.ones(4, np.float32), mask=[True, False, False, False])
+ONE = np.ones(1, np.int32)
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
+    "permutation": (
+        lambda: route.unpermute(jnp.ones((2, 3)), (1, 2)),
+        TypeError,
+        ("`permutation` of unpermute", "tuple", "the Permutation that `permute` returns", "pass that"),
+    ),
+    "padding": (
+        lambda: route.unpad_groups(jnp.ones((2, 3)), None),
+        TypeError,
+        ("`map` of unpad_groups", "NoneType", "the GroupPadding that `pad_groups` returns", "pass that"),
+    ),
+    "axis_number": (
+        lambda: route.topk_router(jnp.ones((T, E)), K, aux_coeff=1.0, axis_name=0),
+        TypeError,
+        ("`axis_name` of topk_router", "0", "a name or a tuple of names", "axes of the mesh"),
+    ),
+    "axis_unknown": (
+        lambda: route.update_bias(jnp.ones(E), jnp.ones(E, jnp.int32), 0.1, axis_name="data"),
+        ValueError,
+        ("`axis_name` of update_bias", "'data'", "axes that are manual here", "inside jax.shard_map"),
+    ),
+    "axis_quantile": (
+        lambda: route.balance_quantile(jnp.ones((T, E)), jnp.ones(E), K, axis_name=("data",)),
+        ValueError,
+        ("`axis_name` of balance_quantile", "'data'", "axes that are manual here", "inside jax.shard_map"),
+    ),
+    "masked": (
+        lambda: route.update_bias(MASKED, np.ones(4, np.int32), 0.1),
+        TypeError,
+        ("`bias`", "a masked array", "without a mask [E]", "bias.filled"),
+    ),
+    "rate_array": (
+        lambda: route.update_bias(jnp.ones(E), jnp.ones(E, jnp.int32), jnp.ones(2)),
+        TypeError,
+        ("`rate` of update_bias", "Array([1., 1.]", "known when the function is called", "pass a float"),
+    ),
+    "rate_traced": (
+        lambda: jax.jit(lambda rate: route.update_bias(jnp.ones(E), jnp.ones(E, jnp.int32), rate))(0.1),
+        TypeError,
+        ("`rate` of update_bias", "float32[]", "known when the function is called", "static argument"),
+    ),
+    "k_traced": (
+        lambda: jax.jit(lambda k: route.topk_router(jnp.ones((T, E)), k)[0])(2),
+        TypeError,
+        ("`k` of topk_router", "int32[]", "known when the function is called", "static argument"),
+    ),
+    "scale": (
+        lambda: route.topk_router(jnp.ones((T, E)), K, scale=1e39),
+        ValueError,
+        ("`scale` of topk_router", "1e+39", "finite", "pass another"),
+    ),
+    "one_expert": (
+        lambda: route.balance_quantile(jnp.ones((T, 1)), jnp.ones(1), 1),
+        ValueError,
+        ("`logits` of balance_quantile", "1 experts", "2 to 1024", "nothing to balance"),
+    ),
+    "no_groups": (
+        lambda: route.pad_groups(jnp.ones((2, 3)), ONE[:0], 4),
+        ValueError,
+        ("`sizes` of pad_groups", "0 elements", "1 to 65535", "one size per group"),
+    ),
+    "sizes_floats": (
+        lambda: route.pad_groups(jnp.ones((2, 3)), jnp.ones(1), 4),
+        TypeError,
+        ("`sizes` of pad_groups", "float32", "integers", "cast it to int32"),
+    ),
+    "no_experts": (
+        lambda: route.update_bias(jnp.ones(0), ONE[:0], 0.1),
+        ValueError,
+        ("`bias` of update_bias", "0 elements", "1 to 65535", "one value per expert"),
+    ),
+    "alignment": (
+        lambda: route.alignment_for("mxfp8"),
+        TypeError,
+        ("`recipe` of alignment_for", "str", "None or a Recipe", "pass one"),
+    ),
+}
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name: str) -> None:
+    call, kind, fragments = WRONG[name]
+    with asserts.refused(kind, fragments):
+        call()
+
+
+@pytest.mark.rule("LYR-8")
+def test_a_capacity_above_all_slots_drops_nothing() -> None:
+    logits = jnp.asarray(draw(T, E))
+    for factor in (float(E), 1e9, 1e38):
+        weights, experts, aux = route.topk_router(logits, K, capacity_factor=factor)
+        asserts.bitwise(weights, route.topk_router(logits, K)[0])
+        assert int(aux.dropped) == 0
+        assert int(experts.min()) == 0
+
+
 @pytest.mark.rule("ERR-1")
 @pytest.mark.parametrize(
     ("name", "call"),

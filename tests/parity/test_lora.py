@@ -135,7 +135,7 @@ def test_a_recipe_concerns_the_base_alone(recipe):
     ("options", "fragments"),
     [
         ({"lora": ("a",)}, ["`lora`", "tuple", "a pair (A, B)", "pass both"]),
-        ({"lora": ("a", None)}, ["`lora`", "None in its pair", "expected (A, B)", "pass both"]),
+        ({"lora": ("a", None)}, ["`lora[1]`", "None", "the factor B", "pass both"]),
         ({"lora": None, "lora_scaling": 2.0}, ["`lora_scaling`", "without `lora`", "1.0", "pass an adapter"]),
         ({"lora_dropout": 0.5}, ["`lora_key`", "None with", "if and only if", "pass both"]),
         ({"wgrad_accum": "weight"}, ["`wgrad_accum`", "beside `lora`", "None", "`lora_wgrad_accum`"]),

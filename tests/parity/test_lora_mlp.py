@@ -121,6 +121,8 @@ def test_step_0_is_bitwise_the_base(base, tokens):
     [
         ({"lora": (None, None)}, ValueError, ["`lora`", "(None, None)", "an adapter of a weight", "leave it out"]),
         ({"lora": 3}, ValueError, ["`lora`", "int", "((A, B) of wi, (A, B) of wo)", "put None"]),
+        ({"lora": (None, (None, 1))}, ValueError, ["`lora[1][0]`", "None", "the factor A", "pass both"]),
+        ({"lora": ((1, None), None)}, ValueError, ["`lora[0][1]`", "None", "the factor B", "pass both"]),
         ({"lora": (None, (1,))}, ValueError, ["`lora[1]`", "tuple", "a pair (A, B)", "pass both"]),
         ({"lora": None, "lora_scaling": 2.0}, ValueError, ["`lora_scaling`", "without `lora`", "pass an adapter"]),
         ({"lora_dropout": 0.5}, ValueError, ["`lora_key`", "None with", "if and only if", "pass both"]),

@@ -397,3 +397,96 @@ def test_the_whole_layer(face: Face, router: str, dtype: str) -> None:
     operands = _operands(dtype, bias=False)
     given = (operands, draw(E, H, seed="router", dtype=dtype, scale=H**-0.5), draw(T, H, seed="dy", dtype=dtype), K)
     _same(face, "moe", "y losses x router wi wo", *given, **ROUTERS[router])
+
+
+# ---- what does not fit
+
+
+BAD_TOKENS: dict[str, tuple[type[Exception], Arrays, tuple[str, ...]]] = {
+    "experts_dtype": (
+        TypeError,
+        {"experts": np.zeros((6, 2), np.float32)},
+        ("`experts` of routed_mlp", "dtype float32", "expected integers", "numbers of experts"),
+    ),
+    "experts_axes": (
+        ValueError,
+        {"experts": np.zeros(6, np.int32)},
+        ("`experts` of routed_mlp", "(6,)", "two axes [T, k]", "reshape"),
+    ),
+    "no_slots": (
+        ValueError,
+        {"experts": np.zeros((6, 0), np.int32), "weights": np.zeros((6, 0), np.float32)},
+        ("`experts` of routed_mlp", "(6, 0)", "k of 1 or more", "pass -1"),
+    ),
+    "tokens": (
+        ValueError,
+        {"experts": np.zeros((7, 2), np.int32)},
+        ("`x` of routed_mlp", "6 tokens", "expected 7 as in `experts`", "route these tokens"),
+    ),
+    "weights_shape": (
+        ValueError,
+        {"weights": np.zeros((6, 3), np.float32)},
+        ("`weights` of routed_mlp", "(6, 3)", "expected (6, 2) as `experts`", "reshape"),
+    ),
+    "weights_dtype": (
+        TypeError,
+        {"weights": np.zeros((6, 2), np.int32)},
+        ("`weights` of routed_mlp", "dtype int32", "expected one of float32", "cast it"),
+    ),
+    "x_integers": (
+        TypeError,
+        {"x": np.zeros((6, 8), np.int32)},
+        ("`x`: dtype int32", "expected one of float32, bfloat16, float16;", "cast it"),
+    ),
+    "x_fp8": (
+        TypeError,
+        {
+            name: np.zeros(shape, cases.numpy_dtype("float8_e4m3fn"))
+            for name, shape in (("x", (6, 8)), ("wi", (3, 8, 8)))
+        },
+        ("`x`: dtype float8_e4m3fn", "expected one of float32, bfloat16, float16;", "cast it"),
+    ),
+}
+FRONTENDS = {"jax": (jax_grouped, jnp.asarray), "torch": (torch_bridge, to_torch)}
+
+
+def _tokens(frontend: str, **changed: Any) -> Any:
+    """`routed_mlp` of six tokens; `changed`: arguments in place of good ones."""
+    library, array = FRONTENDS[frontend]
+    given = {
+        "x": draw(6, 8),
+        "experts": np.zeros((6, 2), np.int32),
+        "weights": draw(6, 2, seed=1),
+        "wi": draw(3, 8, 8, seed=2),
+        "wo": draw(3, 4, 8, seed=3),
+    } | changed
+    call: Any = library.routed_mlp
+    return call(**{name: array(value) for name, value in given.items()}, rhs_transposed=False)
+
+
+@pytest.mark.rule("ERR-1", "ALL-1")
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("name", BAD_TOKENS)
+def test_tokens_that_do_not_fit_are_refused(name: str, frontend: str) -> None:
+    kind, changed, fragments = BAD_TOKENS[name]
+    with asserts.refused(kind, fragments):
+        _tokens(frontend, **changed)
+
+
+@pytest.mark.rule("ALL-1", "LYR-16")
+def test_tokens_may_have_more_slots_than_a_router_gives() -> None:
+    slots = np.random.default_rng(0).integers(-1, 3, (6, 40)).astype(np.int32)
+    both = [_tokens(each, experts=slots, weights=draw(6, 40, seed=1)) for each in FRONTENDS]
+    asserts.bitwise(as_numpy(both[1]), as_numpy(both[0]))
+
+
+@pytest.mark.rule("ERR-1", "ALL-1")
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_numbers_that_are_arrays_and_large_capacities(frontend: str) -> None:
+    library, array = FRONTENDS[frontend]
+    bias, load, logits = array(draw(4)), array(np.arange(4, dtype=np.int32)), array(draw(6, 4))
+    with asserts.refused(TypeError, ("`rate` of update_bias", "expected a number that is known", "pass a float")):
+        library.route.update_bias(bias, load, array(draw(2)))
+    weights, _, aux = library.route.topk_router(logits, 2, capacity_factor=1e38)
+    asserts.bitwise(as_numpy(weights), as_numpy(library.route.topk_router(logits, 2)[0]))
+    assert int(aux.dropped) == 0

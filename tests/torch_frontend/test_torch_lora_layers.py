@@ -636,8 +636,12 @@ def test_a_moe_layer_delays_the_gradients_of_its_adapters():
         ({"lora_rank": 2.0}, TypeError, ["`lora_rank` of GroupedLinear", "2.0", "an integer or None", "pass a rank"]),
         ({"lora_rank": None}, ValueError, ["`lora_alpha`", "without `lora_rank`", "pass a rank"]),
         ({"lora_dropout": 1.0}, ValueError, ["`lora_dropout`", "1.0", "0 to 1", "pass a rate"]),
-        ({"lora_alpha": float("nan")}, ValueError, ["`lora_alpha`", "nan", "a finite number", "pass one"]),
-        ({"lora_alpha": "16"}, ValueError, ["`lora_alpha`", "'16'", "a finite number", "pass one"]),
+        (
+            {"lora_alpha": float("nan")},
+            ValueError,
+            ["`lora_alpha` of GroupedLinear", "nan", "a finite number", "the rank"],
+        ),
+        ({"lora_alpha": "16"}, ValueError, ["`lora_alpha`", "'16'", "a finite number", "the rank"]),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], kind: type[Exception], fragments: list[str]):
