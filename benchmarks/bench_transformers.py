@@ -139,6 +139,9 @@ class Candidate:
     compiled: bool = False
 
 
+FAST = torch_bridge.FP8Delayed.replace(name="FP8Delayed, fast", accumulate="fast")
+"""Sums of forward stay in the tensor cores, which round them to fewer bits (docs/numerics.md)."""
+
 CANDIDATES: dict[str, Candidate] = {
     "grouped_mm": Candidate("grouped_mm"),
     "grouped_mm, compiled": Candidate("grouped_mm", compiled=True),
@@ -146,7 +149,7 @@ CANDIDATES: dict[str, Candidate] = {
     "ours, compiled": Candidate(NAME, compiled=True),
     **{
         f"ours, {recipe.name}": Candidate(NAME, recipe)
-        for recipe in (torch_bridge.FP8Block, torch_bridge.FP8Delayed, torch_bridge.MXFP8)
+        for recipe in (torch_bridge.FP8Block, torch_bridge.FP8Delayed, FAST, torch_bridge.MXFP8)
     },
 }
 DEFAULT = {
