@@ -407,5 +407,5 @@ def test_bad_arguments_and_trees(tmp_path: Path) -> None:
     with refused(ValueError, ["`interleave`: 0", "1 or more"]):
         checkpoint.convert(tree, "flax", "flax", interleave=0)
     for call, given in ((checkpoint.from_peft, ([1.0], [1.0], 2)), (checkpoint.to_peft, (None, None))):
-        with refused(TypeError, ["`a`", "expected an array", "convert it"]):
+        with refused(TypeError, ["`a`", "expected an array", "pass the weights"]):
             call(*given)
