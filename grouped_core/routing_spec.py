@@ -397,8 +397,8 @@ def check_shared_held(function: str, held: int) -> None:
     """
     if held != 1:
         raise ValueError(
-            f"`shared.wo` of {function}: {held} experts, expected 1, to which every token goes; pass weights "
-            "[1, F, H], several shared experts as one with their widths together."
+            f"`shared.wo` of {function}: {held} experts, expected 1, to which every token goes; pass several shared "
+            "experts as one, with their widths together."
         )
 
 

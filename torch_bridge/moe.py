@@ -147,6 +147,8 @@ def key_of_part(key: Tensor, number: int) -> Tensor:
 
 def of_shared(x: Tensor, shared: SharedExpert, **options: Any) -> Tensor:
     """[T, H]: the result of the shared expert at each token; options: of `grouped_mlp`."""
+    if (held := experts_held(shared.wo)) is not None:  # as above
+        routing_spec.check_shared_held("moe", held)
     gate = None
     if shared.gate is not None:  # a router with one expert, whose score is the sigmoid
         check_operand("shared.gate", shared.gate, x)

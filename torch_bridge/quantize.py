@@ -158,10 +158,14 @@ def straight_through(master: Tensor, q: QTensor[Tensor]) -> StraightThrough:
         master: has the logical shape of q, e.g. the float32 master weight that was quantised once for several uses.
 
     Raises:
-        TypeError: q is not quantised. ValueError: the shapes differ.
+        TypeError: q is not quantised, or the master no tensor of floats. ValueError: the shapes differ.
     """
     check_quantized(q)
     check_operand("master", master, q.values)
+    if not master.is_floating_point():
+        raise TypeError(
+            f"`master`: dtype {dtype_name(master.dtype)}, expected one of floats, which have a gradient; cast it first."
+        )
     if tuple(master.shape) != tuple(q.shape):
         raise ValueError(
             f"`master`: shape {tuple(master.shape)}, expected {q.shape} = shape of `q`; pass its own master."

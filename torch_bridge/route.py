@@ -311,8 +311,10 @@ def unpad_groups(rows: Tensor, map: Padding) -> Tensor:
         rows: [P, H]. map: of `pad_groups`.
 
     Raises:
-        TypeError: `rows` is not a tensor. ValueError: shapes, devices or layouts. RuntimeError: differentiated twice.
+        TypeError: `rows` is not a tensor, or `map` no padding. ValueError: shapes, devices or layouts. RuntimeError:
+        differentiated twice.
     """
+    check_kind("map", "unpad_groups", map, Padding, "pad_groups")
     return _run("unpad_groups", rows, map.source, map.inverse)[0]
 
 

@@ -32,6 +32,7 @@ from torch_bridge import (
     FP8Block,
     FP8Current,
     FP8Delayed,
+    SharedExpert,
     explain,
     moe,
     nn,
@@ -47,6 +48,7 @@ from torch_bridge.route import MoEAux
 T, E, K, H, F = 24, 8, 3, 32, 16
 LOSSES = {"aux_coeff": 0.5, "z_coeff": 0.25}
 SHAPE = (4, 6, H)  # of the tokens of layers
+_WEIGHTS = (torch.zeros(E, 2 * F, H), torch.zeros(E, H, F))
 
 
 @pytest.fixture(autouse=True)
@@ -507,6 +509,11 @@ def _permuted(x: Tensor, experts: Tensor) -> tuple[Tensor, Any]:
             lambda: moe(torch.zeros(2, H), torch.zeros(H, E, 1), torch.zeros(1), torch.zeros(1), K),
             ValueError,
             ["`router` of moe", "two axes [E, H]", "reshape"],
+        ),
+        (
+            lambda: moe(torch.zeros(2, H), torch.zeros(E, H), *_WEIGHTS, K, shared=SharedExpert(*_WEIGHTS)),
+            ValueError,
+            ["`shared.wo` of moe", f"{E} experts", "expected 1", "pass several"],
         ),
     ],
 )

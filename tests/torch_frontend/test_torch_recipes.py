@@ -345,6 +345,12 @@ def test_what_is_not_quantised_is_refused(function: Any) -> None:
         function(torch.ones(2, 3))
 
 
+@pytest.mark.rule("ERR-1", "QNT-8")
+def test_a_master_has_floats() -> None:
+    with asserts.refused(TypeError, ["`master`", "int32", "floats, which have a gradient", "cast it"]):
+        straight_through(torch.ones((1, 32, 32), dtype=torch.int32), quantize(torch.ones(1, 32, 32), "mxfp8", axis=1))
+
+
 @pytest.mark.rule("ERR-1")
 def test_parts_that_lie_apart_are_not_dequantised() -> None:
     q = quantize(torch.ones(2, 3, 4), "mxfp8")

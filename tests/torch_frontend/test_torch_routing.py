@@ -479,6 +479,11 @@ def test_no_memory_of_the_gradient_is_shared_with_the_sums() -> None:
             ["`permutation` of unpermute", "Tensor", "expected Permutation", "pass what permute returned"],
         ),
         (
+            lambda r: r.unpad_groups(torch.zeros(2, 4), None),
+            TypeError,
+            ["`map` of unpad_groups", "NoneType", "expected Padding", "pass what pad_groups returned"],
+        ),
+        (
             lambda r: r.topk_router(torch.zeros(4, 2).t(), 1),
             ValueError,
             ["`logits`", "strides (1, 2)", "contiguous", "call `.contiguous()`"],
