@@ -469,6 +469,27 @@ def test_gathered_rows(kernel, width, dtype, slots_per_row, weighted, unaligned)
     asserts.zero(found[[5, 6]].astype(np.float32), "rows without a source")
 
 
+@pytest.mark.rule("LYR-5", "MAT-7")
+@pytest.mark.parametrize("kernel", kernels("gather_rows"))
+@pytest.mark.parametrize(("width", "unaligned"), [(2816, False), (2816, True), (2820, False)])
+@pytest.mark.parametrize("order", ["permuted", "any"])
+def test_gathered_rows_of_a_large_result(kernel, width, unaligned, order):
+    """Of 26 MB, which kernels may write in another order: each slot once, or any slots again and again."""
+    rows, slots, count = draw(1500, width).astype(cases.numpy_dtype("bfloat16")), 3, 4700
+    generator = np.random.default_rng(3)
+    source = np.concatenate([generator.permutation(1500 * slots), np.full(count - 1500 * slots, -1)]).astype(np.int32)
+    if order == "any":
+        source[::7], source[3], source[4] = (
+            generator.integers(-2, 1500 * slots + 2, len(source[::7])),
+            -(2**31),
+            2**31 - 1,
+        )
+        source[20:40] = source[20]
+    call = routing.gather_rows(spec_of(rows), spec_of(source), slots)
+    (found,) = Native(kernel, unaligned=unaligned)(call, [rows, source, None])
+    asserts.zero(found[source < 0].astype(np.float32), "rows without a source")
+
+
 @pytest.mark.parametrize("kernel", kernels("gather_rows"))
 @pytest.mark.parametrize("rank", [1, 2])
 def test_gathered_elements(kernel, rank):
