@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from grouped_core.activations import Activation
-from grouped_core.checkpoint_metadata import NAME, Recorded, check_activations, check_agreement, recorded
+from grouped_core.checkpoint_metadata import NAME, Recorded, check_activations, check_agreement, recorded, reordered
 from grouped_core.checkpoint_plan import WHOLE, Plan, Shard, fixed_or, interleave_option, plan
 from grouped_core.formats import Format
 from grouped_core.layouts import Layout, layout_option, stacked, stripped
@@ -198,26 +198,24 @@ def _check_known(notes: Recorded, blocks: Mapping[str, int | None], unknown: str
     """Refuses to turn the columns of some experts and not those of others, such as the moments of an optimiser, whose
     order in the model is not known.
     """
-    for place, block in blocks.items():
-        act = notes.layers.get(place)
-        if act is not None and act.interleave != block:
-            raise ValueError(
-                f"checkpoint `{where}`: `{unknown}` beside `{place}`, whose columns change from interleave "
-                f"{act.interleave} to {block}, expected to know the order of both; pass "
-                f"interleave=({act.interleave}, {block})."
-            )
+    for place, recorded_block, wanted in reordered(notes, blocks):
+        raise ValueError(
+            f"checkpoint `{where}`: `{unknown}` beside `{place}`, whose columns change from interleave "
+            f"{recorded_block} to {wanted}, expected to know the order of both; pass "
+            f"interleave=({recorded_block}, {wanted})."
+        )
 
 
 def _check_stacked(notes: Recorded, model: Model, blocks: Mapping[str, int | None], where: str) -> None:
     """Refuses another order of columns of layers that a scan stacked, which no conversion turns."""
-    for place, key in stacked(model.entries, model.layout).items():
-        act = notes.layers.get(place)
-        if act is not None and place in blocks and act.interleave != blocks[place]:
-            raise ValueError(
-                f"checkpoint `{where}`: columns of `{key}`, of layers that a scan stacked, with interleave "
-                f"{act.interleave}, expected {blocks[place]} of the model; load it into a model with the former, and "
-                f"convert each layer with checkpoint.convert(..., interleave=({act.interleave}, {blocks[place]}))."
-            )
+    keys = stacked(model.entries, model.layout)
+    own = {place: block for place, block in blocks.items() if place in keys}
+    for place, recorded_block, wanted in reordered(notes, own):
+        raise ValueError(
+            f"checkpoint `{where}`: columns of `{keys[place]}`, of layers that a scan stacked, with interleave "
+            f"{recorded_block}, expected {wanted} of the model; load it into a model with the former, and convert each "
+            f"layer with checkpoint.convert(..., interleave=({recorded_block}, {wanted}))."
+        )
 
 
 def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -199,6 +199,14 @@ def check_activations(found: Recorded, activations: Mapping[str, Activation], wh
             )
 
 
+def reordered(found: Recorded, blocks: Mapping[str, int | None]) -> Iterator[tuple[str, int | None, int | None]]:
+    """(place, recorded interleave, wanted one) of each layer in `blocks` whose columns have another order."""
+    for place, block in blocks.items():
+        act = found.layers.get(place)
+        if act is not None and act.interleave != block:
+            yield place, act.interleave, block
+
+
 def check_agreement(
     found: Recorded, target: Layout, blocks: Mapping[str, int | None], convert: bool, where: str
 ) -> None:
@@ -218,11 +226,8 @@ def check_agreement(
             f"checkpoint `{where}`: weights in the layout {found.order}, expected {order} of the model; pass "
             "convert=True, which turns them."
         )
-    for place, block in blocks.items():
-        act = found.layers.get(place)
-        if act is not None and act.interleave != block:
-            raise ValueError(
-                f"checkpoint `{where}`: columns of `{place}` with interleave {act.interleave}, expected {block} of the "
-                f"model; convert them with checkpoint.convert(..., interleave=({act.interleave}, {block})), or pass "
-                "convert=True."
-            )
+    for place, recorded, wanted in reordered(found, blocks):
+        raise ValueError(
+            f"checkpoint `{where}`: columns of `{place}` with interleave {recorded}, expected {wanted} of the model; "
+            f"convert them with checkpoint.convert(..., interleave=({recorded}, {wanted})), or pass convert=True."
+        )

@@ -433,13 +433,13 @@ def _arguments(
             cache = _checked.get(key)
             if cache is None:
                 cache = _checked.keep(key, facts_cache())
-            for each in arrays:
-                if type(each) is Tensor and each.is_neg():  # facts do not show it; the checks refuse it
-                    break
-            else:
-                found = cache.find(arrays)
         except TypeError:  # an option without a hash, such as a list, which the checks refuse
-            pass
+            cache = None
+        for each in arrays:
+            if type(each) is Tensor and each.is_neg():  # facts do not show it; the checks refuse it
+                break
+        else:
+            found = None if cache is None else cache.find(arrays)
     if found is None:
         checked_sizes, op, specs = check(operands, bounds, options, masters or (None,) * (1 + len(weights)))
         found = Checked(op, specs, lists_of(leaves_of, biases), names)

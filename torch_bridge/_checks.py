@@ -68,14 +68,6 @@ def check_memory(name: str, value: Tensor) -> None:
         )
 
 
-def check_kind(name: str, function: str, value: Any, kind: type, source: str) -> None:
-    """Refuses an argument that is not what the function `source` returned. Raises TypeError."""
-    if not isinstance(value, kind):
-        raise TypeError(
-            f"`{name}` of {function}: {type(value).__name__}, expected {kind.__name__}; pass what {source} returned."
-        )
-
-
 def check_group(function: str, process_group: Any) -> None:
     """Refuses anything but a process group. Raises TypeError."""
     if not isinstance(process_group, torch.distributed.ProcessGroup):

@@ -33,7 +33,7 @@ from torch_bridge._args import (
     mlp_arguments,
 )
 from torch_bridge._autograd import Saved, forward_and_saved, saved_names
-from torch_bridge._checks import MLP_NAMES, check_kind, check_operand
+from torch_bridge._checks import MLP_NAMES, check_operand
 from torch_bridge._gradients import Route, WeightGradient
 from torch_bridge._tensors import as_read, fixed_spec, parts_of, unpack
 from torch_bridge.mlp import MLP, grouped_mlp
@@ -137,7 +137,7 @@ def grouped_mlp_bwd_dx(
     Raises:
         TypeError, ValueError: dy does not match y; the buffer does not fit, or overlaps a tensor that is read.
     """
-    check_kind("res", "grouped_mlp_bwd_dx", res, MlpResiduals, "grouped_mlp_fwd")
+    linear_spec.check_made_by("grouped_mlp_bwd_dx", "res", res, MlpResiduals, "grouped_mlp_fwd")
     plain = dy.values if isinstance(dy, QTensor) else as_read(dy) if isinstance(dy, Tensor) else dy
     check_operand("dy", plain, res.sizes)
     if isinstance(dy, QTensor):
@@ -185,7 +185,7 @@ def grouped_mlp_bwd_dw(
     Raises:
         TypeError, ValueError: accumulators do not fit, or overlap; then nothing was added.
     """
-    check_kind("deferred", "grouped_mlp_bwd_dw", deferred, Deferred, "grouped_mlp_bwd_dx")
+    linear_spec.check_made_by("grouped_mlp_bwd_dw", "deferred", deferred, Deferred, "grouped_mlp_bwd_dx")
     pair = accumulator_pair((None, None) if wgrad_accum is None else wgrad_accum, _RETURNED)
     d = deferred
     to: list[list[Tensor | None]] = [

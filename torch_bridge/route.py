@@ -16,11 +16,12 @@ from torch import Tensor
 
 from grouped_core import routing_spec
 from grouped_core.calls import ArraySpec
+from grouped_core.linear_spec import check_made_by
 from grouped_core.routing_spec import Router, router_option
 from grouped_core.routing_spec import alignment_for as alignment_for
 from torch_bridge import _codec, _routing
 from torch_bridge._cache import Cache
-from torch_bridge._checks import check_group, check_kind, check_operand, refuse_transforms, refuse_vmap
+from torch_bridge._checks import check_group, check_operand, refuse_transforms, refuse_vmap
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call
@@ -261,7 +262,7 @@ def unpermute(y: Tensor, permutation: Permutation, weights: Tensor | None = None
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices or layouts.
             RuntimeError: differentiated twice.
     """
-    check_kind("permutation", "unpermute", permutation, Permutation, "permute")
+    check_made_by("unpermute", "permutation", permutation, Permutation, "permute")
     return _run("unpermute", y, permutation.source, permutation.inverse, weights)[0]
 
 
@@ -314,7 +315,7 @@ def unpad_groups(rows: Tensor, map: Padding) -> Tensor:
         TypeError: `rows` is not a tensor, or `map` no padding. ValueError: shapes, devices or layouts. RuntimeError:
         differentiated twice.
     """
-    check_kind("map", "unpad_groups", map, Padding, "pad_groups")
+    check_made_by("unpad_groups", "map", map, Padding, "pad_groups")
     return _run("unpad_groups", rows, map.source, map.inverse)[0]
 
 

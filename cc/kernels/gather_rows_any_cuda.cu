@@ -1,4 +1,4 @@
-// Rows gathered by slot, one launch, or two for large ones.
+// Rows gathered by slot, one launch; for large ones a memset and two.
 //
 //   rows      source[4 rows] --/ slots--> 4 vectors of 16 bytes a thread, all under way at once --[* weight]--> result
 //   large     source --> place[slot], the row of the result; then a block per row reads it once and stores it at the

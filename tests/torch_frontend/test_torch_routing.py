@@ -476,12 +476,12 @@ def test_no_memory_of_the_gradient_is_shared_with_the_sums() -> None:
         (
             lambda r: r.unpermute(torch.zeros(2, 4), torch.zeros(2)),
             TypeError,
-            ["`permutation` of unpermute", "Tensor", "expected Permutation", "pass what permute returned"],
+            ["`permutation` of unpermute", "Tensor", "the Permutation that `permute` returns", "pass that"],
         ),
         (
             lambda r: r.unpad_groups(torch.zeros(2, 4), None),
             TypeError,
-            ["`map` of unpad_groups", "NoneType", "expected Padding", "pass what pad_groups returned"],
+            ["`map` of unpad_groups", "NoneType", "the Padding that `pad_groups` returns", "pass that"],
         ),
         (
             lambda r: r.topk_router(torch.zeros(4, 2).t(), 1),
