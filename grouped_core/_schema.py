@@ -66,6 +66,17 @@ CALLS: dict[str, tuple[dict[str, str], dict[str, str], dict[str, int | float | s
             "rows": 0,
         },
     ),
+    "low_rank_grads": (
+        {
+            "rows": "[M, N] plain",
+            "factor": "[G, +, +] as rows",
+            "low_rows": "[M, R] as rows",
+            "group_sizes": "[G] int32",
+            "factor_table": "optional [G] int64",
+        },
+        {"rows_grad": "[M, R] plain", "factor_grad": "[G, +, +] plain"},
+        {"factor_axis": 2, "batch_invariant": 0, "aligned_tables": 1, "rows_hint": 0, "fp32_mode": "tf32x3"},
+    ),
     "group_sum": (
         {"rows": "[M, N] plain", "group_sizes": "[G] int32", "row_scale": "optional [M] float32"},
         {"result": "[G, N] plain"},

@@ -316,6 +316,39 @@ def grouped_matmul(
 
 
 @lru_cache(maxsize=1024)
+def low_rank_grads(
+    rows: ArraySpec,
+    factor: ArraySpec,
+    factor_axis: int,
+    low_rows: ArraySpec,
+    group_sizes: ArraySpec,
+    dtypes: tuple[str, str],
+    *,
+    recipe: Recipe,
+    table: bool = False,
+    aligned_tables: bool = True,
+    rows_hint: int = 0,
+    implementation: str = "",
+) -> Call:
+    """What the second factor of a low-rank adapter makes of the gradient `rows` [M, N], in one pass over it.
+
+    rows_grad [M, R] = rows @ factor[g]^T, and factor_grad = sum over each group's rows of outer(low_rows[r], rows[r]),
+    shaped as the factor: [G, R, N] (`factor_axis` 2, that of N), or [G, N, R] (1). `dtypes`: of both results. `table`:
+    the factor is given by a table of addresses, multiples of 16 bytes with `aligned_tables`.
+    """
+    operands = {"rows": rows, "factor": factor, "low_rows": low_rows, "group_sizes": group_sizes, "factor_table": table}
+    results: dict[str, Given] = {"rows_grad": dtypes[0], "factor_grad": ArraySpec(factor.shape, dtypes[1])}
+    params: dict[str, Param] = {
+        "factor_axis": factor_axis,
+        "batch_invariant": int(recipe.batch_invariant),
+        "aligned_tables": int(aligned_tables),
+        "rows_hint": rows_hint,
+        "fp32_mode": recipe.fp32,
+    }
+    return new_call("low_rank_grads", operands, results, params, implementation)
+
+
+@lru_cache(maxsize=1024)
 def group_sum(rows: ArraySpec, group_sizes: ArraySpec, result_dtype: str, row_scale: ArraySpec | None = None) -> Call:
     """[G, N] = sums of the (scaled) rows [M, N] of each group."""
     return new_call("group_sum", {"rows": rows, "group_sizes": group_sizes, "row_scale": row_scale}, result_dtype)

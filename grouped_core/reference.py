@@ -206,6 +206,14 @@ def _grouped_matmul(o: Operands, p: dict[str, Any], results: Results) -> None:
             result[at] = o["row_scale"][at, None] * (product + bias)
 
 
+def _low_rank_grads(o: Operands, p: dict[str, Any], results: Results) -> None:
+    rows, low = o["rows"], o["low_rows"]
+    for g, at in groups(o["group_sizes"], rows.shape[0]):
+        factor = o["factor"][g]
+        results["rows_grad"][at] = rows[at] @ (factor if p["factor_axis"] == 1 else factor.T)
+        results["factor_grad"][g] = rows[at].T @ low[at] if p["factor_axis"] == 1 else low[at].T @ rows[at]
+
+
 def _group_sum(o: Operands, p: dict[str, Any], results: Results) -> None:
     for g, at in groups(o["group_sizes"], o["rows"].shape[0]):
         scale = 1 if o["row_scale"] is None else o["row_scale"][at, None]
@@ -319,6 +327,7 @@ def _grouped_matmul_dact(o: Operands, p: dict[str, Any], results: Results) -> No
 
 _MEANING: dict[str, Callable[[Operands, dict[str, Any], Results], None]] = {
     "grouped_matmul": _grouped_matmul,
+    "low_rank_grads": _low_rank_grads,
     "group_sum": _group_sum,
     "row_dot": _row_dot,
     "scale_rows": _scale_rows,

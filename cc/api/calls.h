@@ -146,6 +146,42 @@ struct GroupedMatmul {
   }
 };
 
+// What the second factor B of a low-rank adapter makes of dy [M, N] in backward (numerics 10), in one pass over dy:
+//   rows_grad[r] = rows[r] @ factor[g(r)]^T, [M, R];  factor_grad[g] = sum over the rows r of g of outer(low_rows[r],
+//   rows[r]).
+// `factor` is [G, R, N] (factor_axis = 2) or [G, N, R] (1), and its gradient lies alike. Bits are those of two
+// products.
+struct LowRankGrads {
+  static constexpr const char* kName = "low_rank_grads";
+  TensorView rows;      // dy
+  TensorView factor;    // data is null where factor_table is present
+  TensorView low_rows;  // what `factor` multiplied in forward
+  TensorView group_sizes;
+  TensorView factor_table;  // addresses of one factor a group
+  TensorView rows_grad, factor_grad;
+  int64_t factor_axis = 2;      // that of N
+  int64_t batch_invariant = 0;  // the next four as in GroupedMatmul
+  int64_t aligned_tables = 1;
+  int64_t rows_hint = 0;
+  std::string fp32_mode = "tf32x3";
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("rows", rows, "[M, N] plain");
+    v.input("factor", factor, "[G, +, +] as rows");
+    v.input("low_rows", low_rows, "[M, R] as rows");
+    v.input("group_sizes", group_sizes, "[G] int32");
+    v.optional("factor_table", factor_table, "[G] int64");
+    v.output("rows_grad", rows_grad, "[M, R] plain");
+    v.output("factor_grad", factor_grad, "[G, +, +] plain");
+    v.param("factor_axis", factor_axis);
+    v.param("batch_invariant", batch_invariant);
+    v.param("aligned_tables", aligned_tables);
+    v.param("rows_hint", rows_hint);
+    v.param("fp32_mode", fp32_mode);
+  }
+};
+
 // result[g] = sum over the rows r of g of s(r) * rows[r], [G, N]; s = row_scale or 1. Fixed order, fp32, one rounding.
 struct GroupSum {
   static constexpr const char* kName = "group_sum";
@@ -700,6 +736,7 @@ struct ScaleUpdate {
 // The list that every binding iterates over.
 #define GROUPED_CALLS(X) \
   X(GroupedMatmul)       \
+  X(LowRankGrads)        \
   X(GroupSum)            \
   X(RowDot)              \
   X(ScaleRows)           \

@@ -41,6 +41,9 @@ bool tables_suit(const GroupedMatmulAct& call, int alignment) {
 bool tables_suit(const GroupedMatmulDact& call, int alignment) {
   return alignment == 1 || !(call.rhs_table.present() || call.low.low_rhs_table.present()) || call.aligned_tables;
 }
+bool tables_suit(const LowRankGrads& call, int alignment) {
+  return alignment == 1 || !call.factor_table.present() || call.aligned_tables;
+}
 
 const TensorView* first_unaligned(std::initializer_list<const TensorView*> views, int alignment) {
   for (const TensorView* view : views) {
@@ -77,6 +80,9 @@ const TensorView* find_unaligned(const GroupedMatmulDact& call, int alignment) {
       alignment);
   if (found == nullptr) found = first_unaligned_of(call.stored, alignment);
   return found != nullptr ? found : first_unaligned_of(call.stored_activated, alignment);
+}
+const TensorView* find_unaligned(const LowRankGrads& call, int alignment) {
+  return first_unaligned({&call.rows, &call.factor, &call.low_rows, &call.rows_grad, &call.factor_grad}, alignment);
 }
 const TensorView* find_unaligned(const Quantize& call, int alignment) {
   const TensorView* found = first_unaligned({&call.source}, alignment);

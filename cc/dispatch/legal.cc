@@ -45,6 +45,7 @@ constexpr struct {
     {"contract_rows", &kFlag},
     {"rhs_axis", &kAxis},
     {"low_rhs_axis", &kAxis},
+    {"factor_axis", &kAxis},
     {"scale_bias", &kFlag},
     {"accumulate", &kFlag},
     {"batch_invariant", &kFlag},

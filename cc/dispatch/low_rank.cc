@@ -1,5 +1,7 @@
 // A product with a low-rank one beside it, where no kernel adds both in its sums: each gives fp32 rows, with bias and
 // row scale, and one pass adds and rounds them. Workspace: the rows of both, then what the three need, who share it.
+// And the gradients of a low-rank product, where no kernel makes them in one pass: two products that share their
+// workspace.
 #include <algorithm>
 #include <string>
 
@@ -72,6 +74,50 @@ void launch(const GroupedMatmul& call, const Context& context) {
   run_part(p.sum, inner);
 }
 
+struct Grads {
+  GroupedMatmul of_rows, of_factor;
+};
+
+Grads grads(const LowRankGrads& call) {
+  GroupedMatmul product;
+  product.group_sizes = call.group_sizes;
+  product.batch_invariant = call.batch_invariant;
+  product.aligned_tables = call.aligned_tables;
+  product.rows_hint = call.rows_hint;
+  product.fp32_mode = call.fp32_mode;
+  Grads g = {product, product};
+  g.of_rows.lhs = call.rows;
+  g.of_rows.rhs = call.factor;
+  g.of_rows.rhs_table = call.factor_table;
+  g.of_rows.rhs_axis = call.factor_axis;
+  g.of_rows.result = call.rows_grad;
+  const bool is_first = call.factor_axis == 1;
+  g.of_factor.lhs = is_first ? call.rows : call.low_rows;
+  g.of_factor.rhs = is_first ? call.low_rows : call.rows;
+  g.of_factor.contract_rows = 1;
+  g.of_factor.rhs_axis = 0;
+  g.of_factor.result = call.factor_grad;
+  return g;
+}
+
+std::string refuses_grads(const LowRankGrads& call, const Target& target) {
+  const Grads g = grads(call);
+  return first_of({refusal(g.of_rows, target), refusal(g.of_factor, target)});
+}
+
+template <bool kAligned>
+size_t grads_workspace(const LowRankGrads& call, const Target& target) {
+  const Grads g = grads(call);
+  return std::max(choose(g.of_rows, target, "").bytes(kAligned), choose(g.of_factor, target, "").bytes(kAligned));
+}
+
+void launch_grads(const LowRankGrads& call, const Context& context) {
+  const Grads g = grads(call);
+  const Context inner = behind(context, 0);
+  run_part(g.of_rows, inner);
+  run_part(g.of_factor, inner);
+}
+
 }  // namespace
 
 #define GROUPED_LOW_RANK(name, arch)                                                            \
@@ -82,5 +128,14 @@ GROUPED_LOW_RANK(grouped_matmul_low_composed_cpu, Arch::cpu)
 GROUPED_LOW_RANK(grouped_matmul_low_composed_cuda, Arch::cuda)
 #endif
 #undef GROUPED_LOW_RANK
+
+#define GROUPED_LOW_RANK_GRADS(name, arch)                                                                            \
+  const Kernel<LowRankGrads> name = {#name,        arch, Kind::composed,       refuses_grads, grads_workspace<false>, \
+                                     launch_grads, 1,    grads_workspace<true>};
+GROUPED_LOW_RANK_GRADS(low_rank_grads_composed_cpu, Arch::cpu)
+#if GROUPED_WITH_CUDA
+GROUPED_LOW_RANK_GRADS(low_rank_grads_composed_cuda, Arch::cuda)
+#endif
+#undef GROUPED_LOW_RANK_GRADS
 
 }  // namespace grouped

@@ -49,6 +49,16 @@ Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
 }
 
 template <>
+Table<LowRankGrads> table<LowRankGrads>(Platform platform) {
+  static const Kernel<LowRankGrads> cpu[] = {low_rank_grads_composed_cpu};
+#if GROUPED_WITH_CUDA
+  static const Kernel<LowRankGrads> cuda[] = {low_rank_grads_sm90, low_rank_grads_composed_cuda};
+  if (platform == Platform::cuda) return rows_of(cuda);
+#endif
+  return rows_if(platform == Platform::cpu, cpu);
+}
+
+template <>
 Table<GroupSum> table<GroupSum>(Platform platform) {
   static const Kernel<GroupSum> cpu[] = {group_sum_any_cpu};
 #if GROUPED_WITH_CUDA

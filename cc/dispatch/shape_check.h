@@ -12,6 +12,7 @@ using Dims = std::initializer_list<int64_t>;
 
 #define GROUPED_CALLS_WITH_RULES(X) \
   X(GroupedMatmul)                  \
+  X(LowRankGrads)                   \
   X(GroupedMatmulAct)               \
   X(GroupedMatmulDact)              \
   X(ActivationForward)              \

@@ -194,6 +194,18 @@ void own_rules(Check* check, const GroupedMatmul& call) {
   low_rank(check, call, width);
 }
 
+void own_rules(Check* check, const LowRankGrads& call) {
+  check->require(call.factor_axis == 1 || call.factor_axis == 2, [] { return "factor_axis: expected 1 or 2"; });
+  const int64_t groups = call.group_sizes.dims[0], width = call.rows.dims[1], rank = call.low_rows.dims[1];
+  for (const auto& [name, t] : {std::pair{"factor", &call.factor}, std::pair{"factor_grad", &call.factor_grad}}) {
+    if (call.factor_axis == 1) {
+      check->shape(name, *t, {groups, width, rank});
+    } else {
+      check->shape(name, *t, {groups, rank, width});
+    }
+  }
+}
+
 void own_rules(Check* check, const AddRows& call) {
   check->require(call.rate >= 0.0f && call.rate < 1.0f, [] { return "rate: expected 0 to 1, without 1"; });
   check->require(call.key.present() == (call.rate > 0.0f), [] { return "key: expected one if and only if rate > 0"; });

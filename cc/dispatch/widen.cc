@@ -55,7 +55,6 @@ struct Plan {
   Widening passes[2];
   int count = 0;
   int32_t* padded = nullptr;  // sizes of padded groups, or null
-  void* scan = nullptr;
   size_t used = 0;
 };
 
@@ -134,8 +133,6 @@ void widen_contracted(Plan<GroupedMatmul>* plan, const GroupedMatmul& call, DTyp
   if (call.segment) {
     plan->inner.group_sizes = scratch(workspace, &plan->used, DType::i32, {call.group_sizes.dims[0]});
     plan->padded = plan->inner.group_sizes.as<int32_t>();
-    plan->scan = static_cast<char*>(workspace) + plan->used;
-    plan->used += padding_bytes(call.group_sizes.dims[0]);
     plan->inner.segment = plan->inner.turned = plan->inner.rows = 0;
   }
 }
@@ -204,11 +201,11 @@ size_t workspace(const Call& call, const Target& target) {
 template <class Call>
 void launch(const Call& call, const Context& context) {
   const Plan<Call> plan = plan_of(call, context.workspace);
-  for (int i = 0; i < plan.count; ++i) launch_widening(plan.passes[i], context.stream);
+  launch_widenings(plan.passes, plan.count, context.stream);
   if constexpr (std::is_same_v<Call, GroupedMatmul>) {
     if (plan.padded != nullptr) {
       launch_padding(call.group_sizes.template as<const int32_t>(), call.group_sizes.dims[0], call.rows, call.segment,
-                     plan.padded, plan.scan, context.stream);
+                     plan.padded, context.stream);
     }
   }
   run_part(plan.inner, behind(context, plan.used));

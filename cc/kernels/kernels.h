@@ -112,6 +112,7 @@ extern const Kernel<RouterSums> router_sums_any_cuda;
 extern const Kernel<RouterGrad> router_grad_any_cuda;
 extern const Kernel<RouterLosses> router_losses_any_cuda;
 extern const Kernel<CountExperts> count_experts_any_cuda;
+extern const Kernel<LowRankGrads> low_rank_grads_sm90;
 extern const Kernel<DropSlots> drop_slots_any_cuda;
 extern const Kernel<SortSlots> sort_slots_any_cuda;
 extern const Kernel<SendOrder> send_order_any_cuda;
@@ -127,13 +128,12 @@ extern const Kernel<SplitParts> split_parts_any_cuda;
 extern const Kernel<SumParts> sum_parts_any_cuda;
 
 // For cc/dispatch, which has no CUDA of its own.
-// result = round(value * scale), dense. Exact in fp32 but for float32 scales that are no powers of two.
-void launch_widening(const Widening& w, void* stream);
+// result = round(value * scale), dense, of one or two arrays. Exact in fp32 but for float32 scales that are no powers
+// of two.
+void launch_widenings(const Widening* arrays, int count, void* stream);
 
-// padded[g] = rows of group g, rounded up to whole segments; `scan_space` has padding_bytes(groups).
-size_t padding_bytes(int64_t groups);
-void launch_padding(const int32_t* sizes, int64_t groups, int64_t rows, int64_t segment, int32_t* padded,
-                    void* scan_space, void* stream);
+// padded[g] = rows of group g, rounded up to whole segments.
+void launch_padding(const int32_t* sizes, int64_t groups, int64_t rows, int64_t segment, int32_t* padded, void* stream);
 // Activation, or gradients at hidden rows, and FP8 codes of them in one pass; workspace as the function says.
 std::string refuses_activated_store(const ActivatedStore& call, const Target& target);
 // Whether the pass can store `store_activated`, of a call that it takes without; else a quantiser of its own has to.

@@ -4,9 +4,10 @@
 //         --16 or 32 bytes a thread--> memory
 //
 // Neighbouring threads take neighbouring pieces of 8, so that both sides are whole lines; no shared memory. The usual
-// case, whole pieces to bfloat16 with narrow scales, has a kernel for each pair of types: 4 to 6 instructions an
-// element, where 20 would show beside the memory. Everything else (edges, fp32, turned rows) goes to one that asks at
-// run time, with 256 threads, 4 blocks an SM and at most 64 registers.
+// case, whole pieces to bfloat16 with narrow scales, has a kernel for each pair of types, which takes both operands of
+// a product in one launch: 4 to 6 instructions an element, where 20 would show beside the memory. Everything else
+// (edges, fp32, turned rows) goes to one that asks at run time, with 256 threads, 4 blocks an SM and at most 64
+// registers.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -230,19 +231,36 @@ __device__ uint32_t widened(const Raw<kBits>& raw, uint2 scale, bool special, in
   return packed(v.x, v.y, DType::bf16);
 }
 
-// One slice a row of the grid; a block takes kAhead runs of kThreads pieces at a time.
+// An array in the usual case, with `blocks` blocks of the grid for each of its slices.
+struct Pass {
+  Widening w;
+  Divider by_pieces;
+  int line_shift, run_shift;
+  uint32_t blocks;
+};
+
+// One launch for both operands of a product, or for one of them.
+struct Passes {
+  Pass of[2];
+  uint32_t first_blocks;  // of the grid, for the first array
+};
+
+// A block takes kAhead runs of kThreads pieces at a time.
 template <DType kType, DType kScaleType, Scales kScales>
-__global__ void __launch_bounds__(kThreads)
-    widen_pieces(const __grid_constant__ Widening w, Divider by_pieces, int line_shift, int run_shift) {
+__global__ void __launch_bounds__(kThreads) widen_pieces(const __grid_constant__ Passes passes) {
   constexpr int kBits = kType == DType::u8 ? 4 : 8;
-  const int64_t slice = blockIdx.y;
+  const bool is_second = blockIdx.x >= passes.first_blocks;
+  const Pass& pass = passes.of[is_second];
+  const Widening& w = pass.w;
+  const uint32_t index = blockIdx.x - (is_second ? passes.first_blocks : 0), block = index % pass.blocks;
+  const int64_t slice = index / pass.blocks;
   if (w.sizes != nullptr && w.sizes[slice] <= 0) return;
   const uint32_t pieces = static_cast<uint32_t>(w.run / kPiece), count = static_cast<uint32_t>(w.lines) * pieces;
   const auto* codes = static_cast<const uint8_t*>(w.values) + slice * w.lines * w.run * kBits / 8;
   const auto* scales = static_cast<const uint8_t*>(w.scales) + slice * w.slice_stride;
   auto* result = static_cast<uint4*>(w.result) + slice * count;
-  for (uint32_t first = blockIdx.x * kAhead * kThreads + threadIdx.x; first < count;
-       first += gridDim.x * kAhead * kThreads) {
+  for (uint32_t first = block * kAhead * kThreads + threadIdx.x; first < count;
+       first += pass.blocks * kAhead * kThreads) {
     Raw<kBits> raw[kAhead];
     uint2 scale[kAhead];
 #pragma unroll
@@ -253,10 +271,10 @@ __global__ void __launch_bounds__(kThreads)
       if (piece < count) {
         raw[u] = load_piece<kBits>(codes + int64_t{piece} * kBits);
         if constexpr (kScales != Scales::none) {
-          const uint32_t line = by_pieces.divide(piece), inside = (piece - line * pieces) * kPiece;
-          const auto* from = scales + (line >> line_shift) * w.line_stride;
+          const uint32_t line = pass.by_pieces.divide(piece), inside = (piece - line * pieces) * kPiece;
+          const auto* from = scales + (line >> pass.line_shift) * w.line_stride;
           if constexpr (kScales == Scales::shared) {
-            scale[u].x = __ldg(from + (inside >> run_shift));
+            scale[u].x = __ldg(from + (inside >> pass.run_shift));
           } else {
             scale[u] = __ldg(reinterpret_cast<const uint2*>(from + inside));
           }
@@ -284,43 +302,61 @@ int shift_of(int block) {
 
 bool aligned(const void* address, int bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
 
-template <DType kType, DType kScaleType, Scales kScales>
-void launch_pieces(const Widening& w, cudaStream_t stream) {
+Pass pass_of(const Widening& w) {
   const int64_t pieces = w.run / kPiece, count = w.lines * pieces;
   constexpr int64_t kRounds = 4;  // of a block, where there are plenty
   const int64_t blocks = (count + kRounds * kAhead * kThreads - 1) / (kRounds * kAhead * kThreads);
-  widen_pieces<kType, kScaleType, kScales>
-      <<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(w.slices)), kThreads, 0, stream>>>(
-          w, Divider::of(static_cast<uint32_t>(pieces)), shift_of(w.line_block), shift_of(w.run_block));
-  GROUPED_CUDA_CHECK(cudaGetLastError());
+  return {w, Divider::of(static_cast<uint32_t>(pieces)), shift_of(w.line_block), shift_of(w.run_block),
+          static_cast<uint32_t>(blocks)};
 }
 
-// Whether the usual case applies, which is then launched.
-bool launch_usual(const Widening& w, cudaStream_t stream) {
+bool has_own_scales(const Widening& w) { return w.scales != nullptr && w.run_block < kPiece; }
+
+// Types and scales as the kernel of the usual case has them: equal ones share a launch.
+DType scales_of(const Widening& w) { return w.scales == nullptr ? DType::u8 : w.scale_type; }
+bool alike(const Widening& a, const Widening& b) {
+  return a.type == b.type && scales_of(a) == scales_of(b) && has_own_scales(a) == has_own_scales(b);
+}
+
+bool is_usual(const Widening& w) {
   const int64_t pieces = w.run / kPiece;
   if (w.turned || w.result_type != DType::bf16 || w.run % kPiece != 0 || w.pitch != w.run || pieces < 2 ||
       w.lines * pieces > INT32_MAX || w.lines == 0 || !aligned(w.values, 8)) {
     return false;
   }
-  const bool own = w.scales != nullptr && w.run_block < kPiece;
-  if (own && (w.run_block != 1 || w.run_stride != 1 || !aligned(w.scales, 8) || w.line_stride % kPiece != 0))
-    return false;
-  if (w.scales != nullptr && !own && w.run_stride != 1) return false;
-  const DType scale = w.scales == nullptr ? DType::u8 : w.scale_type;
-#define GROUPED_USUAL(TYPE, SCALE, KIND, WANTED_OWN)                         \
-  if (w.type == DType::TYPE && scale == DType::SCALE && own == WANTED_OWN) { \
-    launch_pieces<DType::TYPE, DType::SCALE, Scales::KIND>(w, stream);       \
-    return true;                                                             \
+  if (has_own_scales(w)) {
+    return w.run_block == 1 && w.run_stride == 1 && aligned(w.scales, 8) && w.line_stride % kPiece == 0;
   }
-  GROUPED_USUAL(e4m3fn, u8, none, false)
-  GROUPED_USUAL(e5m2, u8, none, false)
-  GROUPED_USUAL(e4m3fn, e8m0, shared, false)
-  GROUPED_USUAL(e5m2, e8m0, shared, false)
-  GROUPED_USUAL(u8, e8m0, shared, false)
-  GROUPED_USUAL(u8, e4m3fn, shared, false)
-  GROUPED_USUAL(e4m3fn, e8m0, own, true)
-  GROUPED_USUAL(e5m2, e8m0, own, true)
-  GROUPED_USUAL(u8, e4m3fn, own, true)
+  return w.scales == nullptr || w.run_stride == 1;
+}
+
+// Launches the kernel of the usual case for one or two arrays that are `alike`; false where none has these types.
+bool launch_usual(const Widening* arrays, int count, cudaStream_t stream) {
+  Passes passes = {};
+  int64_t blocks = 0;
+  for (int i = 0; i < count; ++i) {
+    passes.of[i] = pass_of(arrays[i]);
+    blocks += passes.of[i].blocks * arrays[i].slices;
+    if (i == 0) passes.first_blocks = static_cast<uint32_t>(blocks);
+  }
+  if (blocks > INT32_MAX) return false;
+  const Widening& w = arrays[0];
+#define GROUPED_USUAL(TYPE, SCALE, KIND)                                                                             \
+  if (w.type == DType::TYPE && scales_of(w) == DType::SCALE && has_own_scales(w) == (Scales::KIND == Scales::own)) { \
+    widen_pieces<DType::TYPE, DType::SCALE, Scales::KIND>                                                            \
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(passes);                                            \
+    GROUPED_CUDA_CHECK(cudaGetLastError());                                                                          \
+    return true;                                                                                                     \
+  }
+  GROUPED_USUAL(e4m3fn, u8, none)
+  GROUPED_USUAL(e5m2, u8, none)
+  GROUPED_USUAL(e4m3fn, e8m0, shared)
+  GROUPED_USUAL(e5m2, e8m0, shared)
+  GROUPED_USUAL(u8, e8m0, shared)
+  GROUPED_USUAL(u8, e4m3fn, shared)
+  GROUPED_USUAL(e4m3fn, e8m0, own)
+  GROUPED_USUAL(e5m2, e8m0, own)
+  GROUPED_USUAL(u8, e4m3fn, own)
 #undef GROUPED_USUAL
   return false;
 }
@@ -336,16 +372,17 @@ void launch_bits(const Widening& w, cudaStream_t stream) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-__global__ void __launch_bounds__(kThreads) pad_sizes(GroupScan scan, int64_t segment, int32_t* padded) {
-  const int g = blockIdx.x * kThreads + threadIdx.x;
-  if (g < scan.count) padded[g] = static_cast<int32_t>((scan.tiles[g + 1] - scan.tiles[g]) * segment);
+__global__ void __launch_bounds__(kScanThreads)
+    pad_sizes(const int32_t* sizes, int groups, int64_t rows, int64_t segment, int32_t* padded) {
+  __shared__ int64_t scratch[33];
+  walk_groups<kScanThreads>(
+      groups, rows, scratch, [&](int g) { return sizes[g]; }, nullptr,
+      [&](int g, int64_t first, int64_t end, int64_t) {
+        padded[g] = static_cast<int32_t>((end - first + segment - 1) / segment * segment);
+      });
 }
 
-}  // namespace
-
-void launch_widening(const Widening& w, void* on) {
-  const auto stream = static_cast<cudaStream_t>(on);
-  if (launch_usual(w, stream)) return;
+void launch_any(const Widening& w, cudaStream_t stream) {
   switch (w.type) {
     case DType::u8:
       return launch_bits<4>(w, stream);
@@ -359,14 +396,22 @@ void launch_widening(const Widening& w, void* on) {
   }
 }
 
-size_t padding_bytes(int64_t groups) { return GroupScan::bytes(groups); }
+}  // namespace
 
-void launch_padding(const int32_t* sizes, int64_t groups, int64_t rows, int64_t segment, int32_t* padded,
-                    void* scan_space, void* on) {
+void launch_widenings(const Widening* arrays, int count, void* on) {
   const auto stream = static_cast<cudaStream_t>(on);
-  const GroupScan scan = GroupScan::at(scan_space, groups);
-  launch_scan(sizes, rows, static_cast<int>(segment), false, scan, stream);  // a tile is a segment
-  pad_sizes<<<static_cast<unsigned>((groups + kThreads - 1) / kThreads), kThreads, 0, stream>>>(scan, segment, padded);
+  if (count == 2 && is_usual(arrays[0]) && is_usual(arrays[1]) && alike(arrays[0], arrays[1]) &&
+      launch_usual(arrays, 2, stream)) {
+    return;
+  }
+  for (int i = 0; i < count; ++i) {
+    if (!is_usual(arrays[i]) || !launch_usual(arrays + i, 1, stream)) launch_any(arrays[i], stream);
+  }
+}
+
+void launch_padding(const int32_t* sizes, int64_t groups, int64_t rows, int64_t segment, int32_t* padded, void* on) {
+  pad_sizes<<<1, kScanThreads, 0, static_cast<cudaStream_t>(on)>>>(sizes, static_cast<int>(groups), rows, segment,
+                                                                   padded);
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
