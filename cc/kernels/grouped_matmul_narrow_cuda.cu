@@ -26,7 +26,7 @@
 #include "cc/api/operands.h"
 #include "cc/device/common/early_launch.cuh"
 #include "cc/device/common/group_scan.cuh"
-#include "cc/device/common/mma_sm80.cuh"
+#include "cc/device/common/narrow_tiles.cuh"
 #include "cc/device/common/portable_tiles.cuh"
 #include "cc/kernels/kernels.h"
 
@@ -35,24 +35,7 @@ namespace {
 
 using namespace device;
 
-constexpr int kMostNarrow = 32;  // rows or columns
-constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kSlab = 16;                         // rows of one mma
-constexpr int kChunk = 8;                         // elements of 16 bytes
-constexpr int kWideLines = 64, kWideChunks = 16;  // of a stage, in memory and in shared memory
-constexpr int kWideBytes = kWideLines * kWideChunks * 16;
-
-// How the narrow operand lies in a product over rows, or that both are contracted over rows.
-enum class Form { k_major, n_major, sums };
-
-// Where a chunk lies among lines of kChunks of them: swizzled, so that chunks of 8 neighbouring lines lie on different
-// banks.
-template <int kChunks>
-__device__ uint32_t chunk_offset(int line, int chunk) {
-  constexpr int kShared = kChunks < 8 ? 8 / kChunks : 1;  // lines in 128 bytes
-  constexpr int kOrders = kChunks < 8 ? kChunks : 8;
-  return (line * kChunks + (chunk ^ line / kShared % kOrders)) * 16;
-}
+constexpr int kThreads = kNarrowThreads;
 
 // What one thread copies of an operand. A stage holds kLines lines of kChunks chunks. kAlong: the depth of a product
 // runs along the lines, else across them.
@@ -89,27 +72,21 @@ class Copier {
   int exists_;  // lines
 };
 
-template <class T, int kNarrow_, Form kForm_>
+template <class T, int kNarrow, Form kForm>
 struct Narrow {
-  static constexpr int kNarrow = kNarrow_;
-  static constexpr Form kForm = kForm_;
-  static constexpr bool kWideAlong = kForm != Form::sums, kNarrowAlong = kForm == Form::k_major;
-  static constexpr int kTile = kWideAlong ? kWideLines : kWideChunks * kChunk;   // rows of mma
-  static constexpr int kDepth = kWideAlong ? kWideChunks * kChunk : kWideLines;  // of a stage
-  static constexpr int kNarrowLines = kNarrowAlong ? kNarrow : kDepth;
-  static constexpr int kNarrowChunks = kNarrow * kDepth / kChunk / kNarrowLines;
-  static constexpr int kStageBytes = kWideBytes + kNarrow * kDepth * 2;
+  using Tile = NarrowTile<T, kNarrow, kForm>;
+  using Sums = typename Tile::Sums;
+  static constexpr bool kWideAlong = Tile::kWideAlong;
+  static constexpr int kDepth = Tile::kDepth;
+  static constexpr int kStageBytes = kWideBytes + Tile::kNarrowBytes;
   static constexpr int kStages = kWideAlong ? 3 : 4, kStagesAhead = kStages - 1;
   static constexpr int kBytes = kStages * kStageBytes;
   static constexpr int kBlocks = kBytes <= 72 * 1024 ? 3 : 2;  // a multiprocessor of Hopper
-  static constexpr int kSlabs = kTile / kSlab / kWarps;        // a warp
-
-  using Sums = float[kSlabs][kNarrow / 8][4];
 
   // Both operands of one tile on their way into the ring, stage after stage.
   struct Copies {
     Copier<kWideLines, kWideChunks, kWideAlong> wide;
-    Copier<kNarrowLines, kNarrowChunks, kNarrowAlong> narrow;
+    Copier<Tile::kNarrowLines, Tile::kNarrowChunks, Tile::kNarrowAlong> narrow;
     int depth;  // to copy
 
     Copies() = default;
@@ -129,39 +106,6 @@ struct Narrow {
     }
   };
 
-  // Adds a stage to the sums of this warp, 16 of its depth at a time. The matrices of the wide operand are (m, k), (m +
-  // 8, k), (m, k + 8), (m + 8, k + 8), those of the narrow one (n, k), (n, k + 8), (n + 8, k), (n + 8, k + 8).
-  static __device__ void add_stage(uint32_t stage, Sums& sums) {
-    const int matrix = threadIdx.x % 32 / 8, line = threadIdx.x % 8, low = matrix % 2, high = matrix / 2;
-    const int first = threadIdx.x / 32 * kSlabs * kSlab;
-#pragma unroll
-    for (int k = 0; k < kDepth; k += 16) {
-      uint32_t a[kSlabs][4];
-#pragma unroll
-      for (int slab = 0; slab < kSlabs; ++slab) {
-        const int m = first + slab * kSlab;
-        load_matrices<!kWideAlong>(
-            stage + (kWideAlong ? chunk_offset<kWideChunks>(m + low * 8 + line, k / kChunk + high)
-                                : chunk_offset<kWideChunks>(k + high * 8 + line, m / kChunk + low)),
-            a[slab]);
-      }
-#pragma unroll
-      for (int n = 0; n < kNarrow; n += 16) {
-        uint32_t b[4];
-        load_matrices<!kNarrowAlong>(
-            stage + kWideBytes +
-                (kNarrowAlong ? chunk_offset<kNarrowChunks>(n + high * 8 + line, k / kChunk + low)
-                              : chunk_offset<kNarrowChunks>(k + low * 8 + line, n / kChunk + high)),
-            b);
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-          multiply_add<T>(sums[slab][n / 8], a[slab], b[0], b[1]);
-          multiply_add<T>(sums[slab][n / 8 + 1], a[slab], b[2], b[3]);
-        }
-      }
-    }
-  }
-
   static __device__ void contract(const Problem& p, Copies* copies, uint32_t ring, int depth, Sums& sums) {
     const uint32_t end = ring + kBytes;
     uint32_t use = ring, fill = ring + kStagesAhead * kStageBytes;
@@ -170,7 +114,7 @@ struct Narrow {
       wait_copies<kStagesAhead - 1>();
       __syncthreads();  // the stage is there, and all have read the one that is filled now
       copies->copy_stage(fill, p);
-      add_stage(use, sums);
+      Tile::add_block(use, use + kWideBytes, sums);
       fill = use;
       use += kStageBytes;
       if (use == end) use = ring;
@@ -192,50 +136,14 @@ __device__ Finish finish_turned(const Problem& p, const Place& at) {
   return f;
 }
 
-// The end of a warp's sums, of which lane l has rows l / 4 and l / 4 + 8 of each slab, columns 2 (l % 4) and the next
-// of each 8. They pass through shared memory as kRows x kCols of the result, so that they are stored as vectors.
-template <class Product, bool kTurned>
-struct Drain {
-  static constexpr int kTall = Product::kSlabs * kSlab;
-  static constexpr int kRows = kTurned ? Product::kNarrow : kTall, kCols = kTurned ? kTall : Product::kNarrow;
-  static constexpr int kFloats = kRows * kCols;
-  static_assert(kWarps * kFloats * 4 <= Product::kStageBytes, "all fit into the stage that is not copied early");
-
-  static __device__ void store(const Finish& f, const typename Product::Sums& sums, float* staged) {
-    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kTall;
-#pragma unroll
-    for (int i = 0; i < Product::kSlabs * Product::kNarrow / 2; ++i) {
-      const int slab = i / (Product::kNarrow / 2), block = i / 4 % (Product::kNarrow / 8), at = i % 4;
-      const int m = slab * kSlab + at / 2 * 8 + lane / 4, n = block * 8 + lane % 4 * 2 + at % 2;
-      staged[kTurned ? n * kCols + m : m * kCols + n] = sums[slab][block][at];
-    }
-    __syncwarp();
-    const int row = kTurned ? 0 : first, col = kTurned ? first : 0;
-    if (f.vectors) {
-      leave<kVector>(f, staged, row, col, lane);
-    } else {
-      leave<1>(f, staged, row, col, lane);
-    }
-  }
-
- private:
-  template <int W>
-  static __device__ void leave(const Finish& f, const float* staged, int row, int col, int lane) {
-#pragma unroll 1
-    for (int at = lane * W; at < kFloats; at += 32 * W) {
-      float values[1][W];
-#pragma unroll
-      for (int i = 0; i < W; ++i) values[0][i] = staged[at + i];
-      finish_rows(f, row + at / kCols, 0, col + at % kCols, values);
-    }
-  }
-};
-
 template <class Product, bool kTurned>
 __global__ void __launch_bounds__(kThreads, Product::kBlocks) multiply_narrow(const __grid_constant__ Problem p) {
   extern __shared__ __align__(128) char ring[];
   __shared__ int64_t next;  // tile
-  using Ends = Drain<Product, kTurned>;
+  using Tile = typename Product::Tile;
+  using Ends = Drain<Tile, kTurned>;
+  static_assert(kNarrowWarps * Ends::kFloats * 4 <= Product::kStageBytes,
+                "the stage that is not copied early is enough");
   const auto finish = [&](const Place& at) { return kTurned ? finish_turned(p, at) : finish_at(p, at); };
   const uint32_t stages = shared_address(ring);
   float* staged = reinterpret_cast<float*>(ring + Product::kStagesAhead * Product::kStageBytes);
@@ -247,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, Product::kBlocks) multiply_narrow(co
   for (;;) {
     __syncthreads();  // the ring is free
     Place at;
-    const Found found = find_tile<kMostNarrow, Product::kTile>(p, next, &at);
+    const Found found = find_tile<kMostNarrow, Tile::kTile>(p, next, &at);
     const bool sums_follow = found == Found::tile && at.depth > 0;
     typename Product::Copies copies;
     if (sums_follow) {
@@ -259,15 +167,13 @@ __global__ void __launch_bounds__(kThreads, Product::kBlocks) multiply_narrow(co
     if (threadIdx.x == 0) drawn = atomicAdd(reinterpret_cast<unsigned long long*>(p.scan.drawn), 1ull);
     if (has_sums) Ends::store(finish(summed), sums, staged + threadIdx.x / 32 * Ends::kFloats);
     if (found == Found::end) return;
-    if (found == Found::tile && at.depth == 0)
-      write_zeros<kTurned ? Product::kTile : kMostNarrow>(finish(at), kThreads);
+    if (found == Found::tile && at.depth == 0) write_zeros<kTurned ? Tile::kTile : kMostNarrow>(finish(at), kThreads);
     __syncthreads();  // the stage of staged sums is free, and all know their tile
     if (threadIdx.x == 0) next = gridDim.x + drawn;
     summed = at;
     has_sums = sums_follow;
     if (!sums_follow) continue;
-#pragma unroll
-    for (int i = 0; i < Product::kSlabs * Product::kNarrow / 2; ++i) (&sums[0][0][0])[i] = 0.0f;
+    Tile::clear(sums);
     Product::contract(p, &copies, stages, at.depth, sums);
   }
 }
@@ -306,19 +212,20 @@ size_t workspace(const GroupedMatmul& call, const Target&) { return GroupScan::b
 
 template <class Product, bool kTurned>
 void launch_product(const GroupedMatmul& call, const Context& context) {
-  Problem p = problem_of(call, context, Product::kTile, kMostNarrow);
+  constexpr int kTile = Product::Tile::kTile;
+  Problem p = problem_of(call, context, kTile, kMostNarrow);
   if (kTurned) {
     std::swap(p.lhs, p.rhs);
     std::swap(p.lhs_stride, p.rhs_stride);
     std::swap(p.lhs_factors, p.rhs_factors);
     std::swap(p.rows, p.cols);
-    p.row_tiles = tiles_of(p.rows, Product::kTile);
+    p.row_tiles = tiles_of(p.rows, kTile);
     p.col_tiles = 1;
   }
-  const int64_t tiles = most_tiles(p, Product::kTile);
+  const int64_t tiles = most_tiles(p, kTile);
   if (tiles == 0) return;
   const auto stream = static_cast<cudaStream_t>(context.stream);
-  launch_scan(call.group_sizes.as<const int32_t>(), p.tokens, Product::kTile, !call.into.present(), p.scan, stream);
+  launch_scan(call.group_sizes.as<const int32_t>(), p.tokens, kTile, !call.into.present(), p.scan, stream);
   constexpr auto kKernel = multiply_narrow<Product, kTurned>;
   allow_shared_memory<kKernel>(Product::kBytes);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, Product::kBlocks * multiprocessors()));

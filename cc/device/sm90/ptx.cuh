@@ -27,6 +27,11 @@ __device__ inline uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(r));
   return r;
 }
+__device__ inline uint32_t cluster_size() {
+  uint32_t r;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;\n" : "=r"(r));
+  return r;
+}
 __device__ inline void cluster_barrier() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -44,12 +49,18 @@ __device__ inline uint32_t peer_address(uint32_t address, uint32_t rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(r) : "r"(address), "r"(rank));
   return r;
 }
-// Writes 8 bytes in another CTA of the cluster, whose barrier counts them as it does a copy's: nothing waits for the
-// writes before. Both are peer addresses.
+// Writes 8 or 16 bytes in another CTA of the cluster, whose barrier counts them as it does a copy's: nothing waits for
+// the writes before. Both are peer addresses.
 __device__ inline void store_peer(uint32_t peer, int64_t value, uint32_t barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];\n" ::"r"(peer),
                "l"(value), "r"(barrier)
                : "memory");
+}
+__device__ inline void store_peer_v4(uint32_t peer, float a, float b, float c, float d, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::"r"(peer),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+      : "memory");
 }
 __device__ inline int64_t load_shared(uint32_t from) {
   int64_t v;
