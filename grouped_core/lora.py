@@ -542,8 +542,8 @@ def dropped(run: Runner, adapter: Adapter, x: Array, group_sizes: Array, key: Ar
 def _scaled_product(
     run: Runner, adapter: Adapter, op: Linear, rows: Array, w: Operand, group_sizes: Array, *, backward: bool = False
 ) -> Array:
-    """[M, r] = s times rows W, or rows W^T in backward; rounded once to the dtype of rows."""
-    dtype = wide(run.spec(rows).dtype)
+    """[M, r] = s times rows W, or rows W^T in backward; rounded once to the dtype of W, which is that of x."""
+    dtype = operand_spec(run, w).dtype
     axis = op.weight_axes()[int(backward)]
     found = _product(run, op, rows, w, axis, group_sizes, _before_scaling(adapter, dtype))
     return _scaled(run, adapter, found, group_sizes, dtype)
