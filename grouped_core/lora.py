@@ -17,7 +17,7 @@ import numpy as np
 
 from grouped_core import gradients, linear_spec
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
-from grouped_core.formats import WIDE, QTensor, wide
+from grouped_core.formats import WIDE, QTensor
 from grouped_core.gradients import Amaxes, LinearSpecs, Needs, Term
 from grouped_core.hashing import hashed_once
 from grouped_core.linear_spec import Linear

@@ -136,7 +136,7 @@ def differentiable(
     """
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
-    delays = owners is not None and any([each is not None and each.delayed is not None for each in owners])
+    delays = owners is not None and any(each is not None and each.delayed is not None for each in owners)
     elsewhere = delays or given.to_main_grad or any(given.accumulators)
     receivers: list[Tensor | None] = []
     needed: tuple[bool, ...] = ()
@@ -213,9 +213,7 @@ class _Rest(NamedTuple):
     for_leaf: bool = False
 
 
-def _ask(
-    operation: Operation, checked: Checked, needed: tuple[bool, ...], elsewhere: bool
-) -> tuple[Facts, _Rest]:
+def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...], elsewhere: bool) -> tuple[Facts, _Rest]:
     """What `checked.asked` has from now on: the facts, and what backward takes if all gradients go to autograd.
 
     Args:

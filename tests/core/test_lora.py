@@ -304,7 +304,7 @@ def test_a_gradient_of_b_made_along_with_v_has_the_bits_of_one_of_its_own(
     run = Counting(s.dy)
     specs, operands = s.of_backward(run, needs)
     one, two = (
-        lora.main_grads(run, s.op, s.adapter, specs, *operands, needs, new_b=new_b) for new_b in (True, False)
+        lora.main_grads(run, s.op, s.adapter, specs, *operands, needs=needs, new_b=new_b) for new_b in (True, False)
     )
     at_once = needs.b and (result or dtype) == dtype
     assert run.counts["low_rank_grads"] == at_once

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from grouped_core import lora, lora_mlp, mlp, rounding
 from grouped_core.activations import Activation
 from grouped_core.arrays import ArrayRunner, quantize
-from grouped_core.calls import Call
 from grouped_core.formats import FORMATS, QTensor
 from grouped_core.lora import Adapter
 from grouped_core.lora_mlp import Adapters, Factors, LoraMlpNeeds

@@ -152,9 +152,7 @@ def test_parameters_reach_both_products(kernel, mode, invariant, rows_hint, dtyp
 
 
 @pytest.mark.rule("LOR-4", "MAT-3", "ALL-2")
-@pytest.mark.matrix(
-    kernel=KERNELS, case=(*TILES, cases.named("tail")), dtype=cases.DTYPES, axis=(1, 2), rank=(4, 16)
-)
+@pytest.mark.matrix(kernel=KERNELS, case=(*TILES, cases.named("tail")), dtype=cases.DTYPES, axis=(1, 2), rank=(4, 16))
 def test_tables_any_address_and_both_entries_give_the_same_bits(kernel, case, dtype, axis, rank):
     g, run, results = grads_of(case, dtype, rank, axis), Native(kernel), ("float32", dtype)
 
