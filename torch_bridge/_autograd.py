@@ -136,8 +136,7 @@ def differentiable(
     """
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
-    delays = owners is not None and any(each is not None and each.delayed is not None for each in owners)
-    elsewhere = delays or given.to_main_grad or any(given.accumulators)
+    elsewhere = given.to_main_grad or any(given.accumulators) or (owners is not None and _delay(owners))
     receivers: list[Tensor | None] = []
     needed: tuple[bool, ...] = ()
     if torch.is_grad_enabled():
@@ -168,6 +167,11 @@ def differentiable(
         rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)
     apply = _apply if overwrite is None else _Differentiable.apply
     return apply((given, facts, rest, out), *receivers)
+
+
+def _delay(owners: Owners) -> bool:
+    """Whether some gradients of weights go to a queue; most calls have no owner, which is found fast."""
+    return any(owners) and any(each is not None and each.delayed is not None for each in owners)
 
 
 def _with_stand_ins(
