@@ -17,14 +17,25 @@ import numpy as np
 
 from grouped_core import gradients, linear_spec
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
-from grouped_core.formats import WIDE, QTensor, wide
+from grouped_core.formats import WIDE, QTensor
 from grouped_core.gradients import Amaxes, LinearSpecs, Needs, Term
 from grouped_core.hashing import hashed_once
 from grouped_core.linear_spec import Linear
-from grouped_core.products import Array, Listed, Low, Operand, Runner, add_rows, operand_spec, product, scale_rows
+from grouped_core.products import (
+    Array,
+    Listed,
+    Low,
+    Operand,
+    Runner,
+    add_rows,
+    low_rank_grads,
+    operand_spec,
+    product,
+    scale_rows,
+)
 from grouped_core.quantizing import NO_EXTRAS, Extras
 from grouped_core.ranks import check_rank
-from grouped_core.recipes import plain
+from grouped_core.recipes import Recipe, plain
 
 MAX_RANK = 256
 LORA = "lora"
@@ -351,7 +362,10 @@ def forward(
 
 
 class MainGrads(NamedTuple):
-    """Gradients of everything except A and B, None where not needed, and the operands of their gradients."""
+    """Gradients of everything except A and B, None where not needed, and the operands of their gradients.
+
+    The gradient of B is here where it was made along with v; then it has no operands.
+    """
 
     x: Array | None
     bias: Array | None
@@ -360,6 +374,7 @@ class MainGrads(NamedTuple):
     dy_a: Array | None  # [M, r]
     rows_b: Array | None  # [M, r]: with dy_b gives dB
     dy_b: Array | None  # [M, N]
+    b: Array | None  # dB
     amax: Amaxes  # that backward found
 
 
@@ -380,6 +395,7 @@ def main_grads(
     key: Array | None,
     needs: LoraNeeds,
     *,
+    new_b: bool = False,
     grad_input: Array | None = None,
     extras: Extras = NO_EXTRAS,
 ) -> MainGrads:
@@ -388,14 +404,17 @@ def main_grads(
     Args:
         specs: of x, w, bias, row_scale. x, w, u: as `forward` saved them; those that `kept` does not name are None.
         dy: [M, N]. Other arguments are those of `gradients.main_grads`.
+        new_b: the gradient of B is a new array now, so it may be made along with v.
     """
     base_needs = _of_base(needs)
     values = gradients.reads_values(op, base_needs, specs[3] is not None)
     scale = None if row_scale is None or op.scale_bias else run.cast(row_scale, "float32")
     plain_dy = gradients.plain_rows(run, dy, group_sizes) if isinstance(dy, QTensor) else dy
-    v = beside = rows_a = rows_b = None
+    v = db = beside = rows_a = None
+    rows_b = _times(run, u, scale, group_sizes) if needs.b else None
     if needs.x or values or needs.a:
-        v = scaled_gradient(run, op, adapter, plain_dy, b, group_sizes)
+        v, db = low_gradients(run, op, adapter, plain_dy, b, group_sizes, rows_b if new_b else None)
+    later = needs.b and db is None
     if needs.x or values:
         beside = beside_backward(run, op, adapter, v, a, group_sizes, key, None if values else scale)
     operands: Any = (x if values else None, w, group_sizes, bias, row_scale, dy, base_needs)
@@ -404,14 +423,13 @@ def main_grads(
     if needs.a:
         rows_a = dropped(run, adapter, x, group_sizes, key)
         v = _times(run, v, scale, group_sizes)
-    if needs.b:
-        rows_b = _times(run, u, scale, group_sizes)
     return MainGrads(
         *(found.x, found.bias, found.row_scale),
         rows_a=rows_a,
         dy_a=v if needs.a else None,
-        rows_b=rows_b,
-        dy_b=plain_dy if needs.b else None,
+        rows_b=rows_b if later else None,
+        dy_b=plain_dy if later else None,
+        b=db,
         amax=found.amax,
     )
 
@@ -446,12 +464,13 @@ def backward(
     """
     group_sizes = operands[5]
     given: Any = (*operands, needs)
-    found = main_grads(run, op, adapter, specs, *given, grad_input=grad_input, extras=extras)
-    da = db = None
+    options: dict[str, Any] = {"new_b": into[1] is None, "grad_input": grad_input, "extras": extras}
+    found = main_grads(run, op, adapter, specs, *given, **options)
+    da, db = None, found.b
     if needs.a:
         work = (run, adapter.down(op), factors[0], found.rows_a, found.dy_a, group_sizes)
         da = gradients.weight_grad(*work, into=into[0], accumulate=into[0] is not None)
-    if needs.b:
+    if found.rows_b is not None:
         work = (run, adapter.up(op), factors[1], found.rows_b, found.dy_b, group_sizes)
         db = gradients.weight_grad(*work, into=into[1], accumulate=into[1] is not None)
     return Grads(found.x, da, db, found.bias, found.row_scale), found.amax
@@ -472,11 +491,22 @@ def beside_forward(
     return Low(u, b, op.weight_axes()[0])
 
 
-def scaled_gradient(
-    run: Runner, op: Linear, adapter: Adapter, dy: Array, b: Array | Listed, group_sizes: Array
-) -> Array:
-    """v = s dy B^T, rounded, [M, r]."""
-    return _scaled_product(run, adapter, adapter.up(op), dy, b, group_sizes, backward=True)
+def low_gradients(
+    run: Runner, op: Linear, adapter: Adapter, dy: Array, b: Array | Listed, group_sizes: Array, rows_b: Array | None
+) -> tuple[Array, Array | None]:
+    """v = s dy B^T, rounded, [M, r], and, where one pass over dy can make it along with v, dB = rows_b^T dy.
+
+    Both have the bits of two products. A dy of another dtype than B is read by each product in its own way.
+
+    Args:
+        rows_b: [M, r]; None: the gradient of B is not asked for, or is made later.
+    """
+    up, of_b, of_dy = adapter.up(op), operand_spec(run, b), run.spec(dy)
+    if rows_b is None or of_b.dtype != of_dy.dtype:
+        return _scaled_product(run, adapter, up, dy, b, group_sizes, backward=True), None
+    factor, dtypes = (b, up.weight_axes()[1]), (_before_scaling(adapter, of_dy.dtype), up.gradient_dtype(of_b))
+    v, db = low_rank_grads(run, up, _recipe(run, up, dy, b), dy, factor, rows_b, group_sizes, dtypes)
+    return _scaled(run, adapter, v, group_sizes, of_dy.dtype), db
 
 
 def beside_backward(
@@ -512,13 +542,23 @@ def dropped(run: Runner, adapter: Adapter, x: Array, group_sizes: Array, key: Ar
 def _scaled_product(
     run: Runner, adapter: Adapter, op: Linear, rows: Array, w: Operand, group_sizes: Array, *, backward: bool = False
 ) -> Array:
-    """[M, r] = s times rows W, or rows W^T in backward; rounded once to the dtype of rows."""
-    dtype = wide(run.spec(rows).dtype)
+    """[M, r] = s times rows W, or rows W^T in backward; rounded once to the dtype of W, which is that of x."""
+    dtype = operand_spec(run, w).dtype
     axis = op.weight_axes()[int(backward)]
+    found = _product(run, op, rows, w, axis, group_sizes, _before_scaling(adapter, dtype))
+    return _scaled(run, adapter, found, group_sizes, dtype)
+
+
+def _before_scaling(adapter: Adapter, dtype: str) -> str:
+    """The dtype of a product that `_scaled` makes rows of `dtype` from, so that they are rounded once."""
+    return dtype if adapter.scaling == 1.0 else "float32"
+
+
+def _scaled(run: Runner, adapter: Adapter, rows: Array, group_sizes: Array, dtype: str) -> Array:
+    """s times rows."""
     if adapter.scaling == 1.0:
-        return _product(run, op, rows, w, axis, group_sizes, dtype)
-    found = _product(run, op, rows, w, axis, group_sizes, "float32")
-    return add_rows(run, found, group_sizes, dtype, factor=adapter.scaling)
+        return rows
+    return add_rows(run, rows, group_sizes, dtype, factor=adapter.scaling)
 
 
 def _product(
@@ -531,11 +571,16 @@ def _product(
     dtype: str,
     row_scale: Array | None = None,
 ) -> Array:
-    """A product with A or B, contracted along `axis`. Their recipe is none, whatever that of the base product."""
+    """A product with A or B, contracted along `axis`."""
+    recipe = _recipe(run, op, rows, w)
+    return product(run, op, recipe, (rows, 1), (w, axis), group_sizes, dtype, row_scale=row_scale)
+
+
+def _recipe(run: Runner, op: Linear, rows: Array, w: Operand) -> Recipe:
+    """That of products with A and B, and of their gradients: unquantised, whatever that of the base product."""
     of_w: Any = operand_spec(run, w)
     recipe = plain(run.spec(rows).dtype, of_w.dtype)
-    recipe = recipe if op.fp32 is None else recipe.at_least(op.fp32)
-    return product(run, op, recipe, (rows, 1), (w, axis), group_sizes, dtype, row_scale=row_scale)
+    return recipe if op.fp32 is None else recipe.at_least(op.fp32)
 
 
 def _times(run: Runner, rows: Array, scale: Array | None, group_sizes: Array) -> Array:

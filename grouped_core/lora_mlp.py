@@ -177,8 +177,10 @@ class Adapted(Beside):
     """The terms of the adapters in one pass of an MLP.
 
     Attributes:
-        u: the rows of A of both adapters, [M, r]: made in forward, given where h is computed again.
+        u: the rows of A of both adapters, [M, r]: made in forward, given in backward where it reads them.
         v: the gradients of these rows. dy: the unquantised gradient of y [M, K]. None until they are made.
+        new_b: whether the gradients of B are new arrays now, so that they may be made along with v.
+        b: those that were made so.
     """
 
     def __init__(
@@ -189,13 +191,16 @@ class Adapted(Beside):
         factors: Factors,
         key: Array | None,
         needs: LoraMlpNeeds = NO_NEEDS,
-        u_wi: Array | None = None,
+        u: tuple[Array | None, Array | None] = (None, None),
+        new_b: tuple[bool, bool] = (False, False),
     ) -> None:
         self.run, self.adapters, self.factors, self.key, self.needs = run, adapters, factors, key, needs
         self.linears: tuple[Linear, Linear] = (op.fc1(), op.fc2())
         self.reads_x, self.reads_z = adapters.wi is not None, adapters.wo is not None
-        self.u: list[Array | None] = [u_wi, None]
+        self.u: list[Array | None] = list(u)
         self.v: list[Array | None] = [None, None]
+        self.b: list[Array | None] = [None, None]
+        self.new_b = (new_b[0] and needs.b_wi, new_b[1] and needs.b_wo)
         self.dy: Array | None = None
 
     def _pair(self, at: int) -> tuple[Any, Any]:
@@ -217,7 +222,9 @@ class Adapted(Beside):
         adapter, linear, (a, b) = self.adapters[at], self.linears[at], self._pair(at)
         if adapter is None or not (asked or through):
             return None
-        v = self.v[at] = lora.scaled_gradient(self.run, linear, adapter, dy, b, group_sizes)
+        rows_b = self.u[at] if self.new_b[at] else None
+        v, self.b[at] = lora.low_gradients(self.run, linear, adapter, dy, b, group_sizes, rows_b)
+        self.v[at] = v
         return lora.beside_backward(self.run, linear, adapter, v, a, group_sizes, self.key) if through else None
 
     def first(self, x: Array, group_sizes: Array) -> Low | None:
@@ -246,14 +253,34 @@ class Adapted(Beside):
             return None
         return lora.dropped(self.run, adapter, rows, group_sizes, self.key)
 
+    def grads(self, at: int, rows: Array | None, dy: Array | None, group_sizes: Array) -> PairGrads:
+        """What the gradients of A and B of product `at` are made from.
+
+        Args:
+            rows: those that A multiplies, before elements are dropped. dy: the unquantised gradient of the product.
+        """
+        needs_a, needs_b = self.needs[1 + 2 * at : 3 + 2 * at]
+        later = needs_b and self.b[at] is None
+        return PairGrads(
+            rows_a=self.rows_of_a(at, rows, group_sizes) if needs_a else None,
+            dy_a=self.v[at] if needs_a else None,
+            rows_b=self.u[at] if later else None,
+            dy_b=dy if later else None,
+            b=self.b[at],
+        )
+
 
 class PairGrads(NamedTuple):
-    """The operands of the gradients of A and B of one adapter (`gradients.weight_grad`), None where not needed."""
+    """The operands of the gradients of A and B of one adapter (`gradients.weight_grad`), None where not needed.
+
+    The gradient of B is here where it was made along with v; then it has no operands.
+    """
 
     rows_a: Array | None = None
     dy_a: Array | None = None  # [M, r]
     rows_b: Array | None = None  # [M, r]
     dy_b: Array | None = None
+    b: Array | None = None
 
 
 class Forward(NamedTuple):
@@ -305,26 +332,23 @@ def at_hidden(
     u: tuple[Array | None, Array | None],
     operands: tuple[Any, ...],
     needs: LoraMlpNeeds,
+    *,
+    new_b: bool = False,
     **options: Any,
 ) -> tuple[AtHidden, PairGrads]:
     """The first stage of backward, and the operands of the gradients of A and B of wo.
 
     Args:
+        new_b: the gradient of B of wo is a new array now, so it may be made along with v.
         factors, u: as `kept` names them. operands: of `mlp.at_hidden` or `routed.at_hidden`, from x to dy.
         options: the keywords of these.
     """
     rule: Any = mlp.at_hidden if op.keeps_rows else routed.at_hidden
     sizes = operands[5] if op.keeps_rows else operands[5].sizes
     op = of_base(op, specs.x.dtype)
-    beside = Adapted(run, op, adapters, factors, key, needs, u[0])
+    beside = Adapted(run, op, adapters, factors, key, needs, u, (False, new_b))
     found = rule(run, op, specs, *operands, base_needs(adapters, needs), beside=beside, **options)
-    grads = PairGrads(
-        rows_a=beside.rows_of_a(1, found.z, sizes) if needs.a_wo else None,
-        dy_a=beside.v[1] if needs.a_wo else None,
-        rows_b=u[1] if needs.b_wo else None,
-        dy_b=beside.dy if needs.b_wo else None,
-    )
-    return found, grads
+    return found, beside.grads(1, found.z, beside.dy, sizes)
 
 
 def first_product(
@@ -337,27 +361,24 @@ def first_product(
     u_wi: Array | None,
     operands: tuple[Any, ...],
     needs: LoraMlpNeeds,
+    *,
+    new_b: bool = False,
     **options: Any,
 ) -> tuple[MainGrads, PairGrads]:
     """The second stage of backward, and the operands of the gradients of A and B of wi.
 
     Args:
+        new_b: the gradient of B of wi is a new array now, so it may be made along with v.
         operands: of `mlp.first_product` or `routed.first_product`, from x to of_dh. options: the keywords of these.
     """
     rule: Any = mlp.first_product if op.keeps_rows else routed.first_product
     sizes = operands[2] if op.keeps_rows else operands[2].sizes
     op = of_base(op, specs.x.dtype)
     x, *others = operands
-    beside = Adapted(run, op, adapters, factors, key, needs)
+    beside = Adapted(run, op, adapters, factors, key, needs, (u_wi, None), (new_b, False))
     given = (x if needs.a_wi else None, *others)
     found = rule(run, op, specs, *given, base_needs(adapters, needs), beside=beside, **options)
-    grads = PairGrads(
-        rows_a=beside.rows_of_a(0, found.rows, sizes) if needs.a_wi else None,
-        dy_a=beside.v[0] if needs.a_wi else None,
-        rows_b=u_wi if needs.b_wi else None,
-        dy_b=found.dy if needs.b_wi else None,
-    )
-    return found, grads
+    return found, beside.grads(0, found.rows, found.dy, sizes)
 
 
 def products(op: Mlp, adapters: Adapters) -> tuple[Linear | None, ...]:
@@ -379,10 +400,10 @@ def grads_of_factors(
 ) -> Factors:
     """The gradients of the four factors, None where not needed; they are added to the accumulators `into`."""
     found: list[Array | None] = []
-    rows = [pair for each in grads for pair in ((each.rows_a, each.dy_a), (each.rows_b, each.dy_b))]
-    for product, spec, (of, dy), accum in zip(products(op, adapters), specs, rows, into, strict=True):
+    rows = [part for each in grads for part in ((each.rows_a, each.dy_a, None), (each.rows_b, each.dy_b, each.b))]
+    for product, spec, (of, dy, made), accum in zip(products(op, adapters), specs, rows, into, strict=True):
         if product is None or of is None:
-            found.append(None)
+            found.append(made)
             continue
         work = (run, product, spec, of, dy, group_sizes)
         found.append(weight_grad(*work, into=accum, accumulate=accum is not None))

@@ -229,6 +229,36 @@ def product(
     return result
 
 
+def low_rank_grads(
+    run: Runner,
+    op: Linear,
+    recipe: Recipe,
+    rows: Array,
+    factor: tuple[Array | Listed, int],
+    low_rows: Array,
+    group_sizes: Array,
+    dtypes: tuple[str, str],
+) -> tuple[Array, Array]:
+    """The products rows factor^T [M, r] and low_rows^T rows, shaped as the factor, with one reading of `rows`.
+
+    Args:
+        rows: [M, N]. factor: [G, r, N], or [G, N, r]. low_rows: [M, r]; all three of one dtype.
+        dtypes: of both results.
+    """
+    weight, axis = factor
+    call = calls.low_rank_grads(
+        *(run.spec(rows), operand_spec(run, weight), axis, run.spec(low_rows), run.spec(group_sizes), dtypes),
+        recipe=recipe,
+        table=isinstance(weight, Listed),
+        aligned_tables=all_aligned(weight),
+        rows_hint=op.rows_hint,
+        implementation=op.implementation,
+    )
+    named = {"rows": rows, "factor": weight, "low_rows": low_rows, "group_sizes": group_sizes}
+    rows_grad, factor_grad = run(call, arranged(call, **named))
+    return rows_grad, factor_grad
+
+
 def scale_rows(
     run: Runner, rows: Array, scale: Array | None, group_sizes: Array, dtype: str, into: Array | None = None
 ) -> Array:

@@ -119,9 +119,9 @@ def plan(static: Adapted, primals: Primals) -> list[Call]:
     probs_dtype = "" if o.probs is None else o.probs.dtype
     saved = (found.u_wi, found.u_wo, factors, key)
     kept = (x, base.h, base.z, base.wi, base.wo, order, o.probs, o.wi_bias, o.wo_bias)
-    grads = _backward_rules(run, static, specs, needs, kept, saved, base.y, extras, probs_dtype)[-1]
-    sizes = order if op.keeps_rows else order.sizes
     into = Factors(*[None if each is None else accumulate.spec(each) for each in accums])
+    grads = _backward_rules(run, static, specs, needs, kept, saved, base.y, extras, probs_dtype, into)[-1]
+    sizes = order if op.keeps_rows else order.sizes
     lora_mlp.grads_of_factors(run, op, adapters, factors, grads, sizes, into)
     return run.calls
 
@@ -155,12 +155,13 @@ def _backward_rules(
     dy: Any,
     extras: Any,
     probs_dtype: str,
+    into: Factors,
 ) -> tuple[Any, Any, Any, Any, Any, tuple[PairGrads, PairGrads]]:
     """(dx, dp, gradients of both biases, amaxes of both products, operands of the gradients of the factors).
 
     Args:
         kept: x, h, z, wi, wo, sizes or order, probs, both biases. saved: u of both adapters, the factors, the key.
-        probs_dtype: of the weights of tokens.
+        probs_dtype: of the weights of tokens. into: the accumulators of the factors.
     """
     (op, adapters), (u_wi, u_wo, factors, key) = static, saved
     x, h, z, wi, wo, order, probs, wi_bias, wo_bias = kept
@@ -172,13 +173,13 @@ def _backward_rules(
         operands = (again, h, z, wi, wo, order, wi_bias, wo_bias, dy)
         options["weights_dtype"] = probs_dtype
     given: Any = (run, op, adapters, specs, factors, key, (u_wi, u_wo), operands, needs)
-    hidden, of_wo = lora_mlp.at_hidden(*given, **options)
+    hidden, of_wo = lora_mlp.at_hidden(*given, new_b=into.b_wo is None, **options)
     dx = db1 = None
     of_wi, amax = PairGrads(), Amaxes()
     if needs_dh(lora_mlp.base_needs(adapters, needs)):
         operands = (x, wi, order, hidden.dh, hidden.of_dh)
         given = (run, op, adapters, specs, factors, key, u_wi, operands, needs)
-        found, of_wi = lora_mlp.first_product(*given, extras=extras[0])
+        found, of_wi = lora_mlp.first_product(*given, new_b=into.b_wi is None, extras=extras[0])
         dx, db1, amax = found.x, found.bias, found.amax
     first, second = hidden.amax
     amax = amax._replace(dy=first.dy if amax.dy is None else amax.dy)
@@ -299,6 +300,7 @@ def _backward(static: Adapted, saved: _Saved, dy: Any) -> tuple[Any, ...]:
     x, h, z, *others = saved.kept
     rows = [came_back(residuals, *each) for each in zip(ROW_NAMES, (x, h, z), strict=True)]
     of_saved = (saved.u_wi, saved.u_wo, saved.factors, saved.key)
+    into = Factors(*[None if each is None else accumulate.read(each) for each in saved.accums])
     dx, dp, db1, db2, amax, grads = _backward_rules(
         RUN,
         static,
@@ -309,9 +311,9 @@ def _backward(static: Adapted, saved: _Saved, dy: Any) -> tuple[Any, ...]:
         dy,
         both_extras(saved.bound),
         saved.probs_dtype,
+        into,
     )
     order = others[2]
-    into = Factors(*[None if each is None else accumulate.read(each) for each in saved.accums])
     sizes = order if op.keeps_rows else order.sizes
     found = lora_mlp.grads_of_factors(RUN, op, adapters, saved.of_factors, grads, sizes, into)
     results: list[Any] = list(found)

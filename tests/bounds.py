@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 
 from grouped_core import gradients, mlp, reference_routing
 from grouped_core.activations import KINDS, half_columns
-from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, spec_of
+from grouped_core.calls import RESULTS, SLOTS, ArraySpec, Call, grouped_matmul, spec_of
 from grouped_core.gradients import Gradients, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, restrict
+from grouped_core.recipes import plain
 from grouped_core.reference import Oracle, activation_of, between_dtype, group_ends, hidden_row_of, with_values
 
 F32_HALF_ULP = 2.0**-24
@@ -184,6 +185,8 @@ class Expected:
         kernel = self.kernels.get(call.name, f"{call.name}_any_cpu")
         if call.name in _ACTIVATED:
             return _Activated(call, arrays, kernel).results()
+        if call.name == "low_rank_grads":
+            return _of_low_rank(call, arrays, kernel)
         kernel = _inside(call, kernel)
         scale_steps, scale_size = _scaling(call, arrays)
         call, arrays = _valued(call, arrays)
@@ -226,6 +229,20 @@ class Expected:
         if _holds(dtype, array.dtype):  # widening is exact
             error = array.error
         return Bounded(array.value, error, dtype)
+
+
+def _of_low_rank(call: Call, arrays: Sequence[Any], kernel: str) -> tuple[Bounded, ...]:
+    """The gradients of a low-rank product: two products, with the bounds of products."""
+    o, specs = (dict(zip(SLOTS[call.name], each, strict=True)) for each in (arrays, call.inputs))
+    axis = dict(call.params)["factor_axis"]
+    recipe = plain(specs["rows"].dtype).replace(fp32=dict(call.params)["fp32_mode"])
+    run, found = Expected({"grouped_matmul": kernel}), []
+    of_factor = ("rows", "low_rows") if axis == 1 else ("low_rows", "rows")
+    pairs = ((("rows", "factor"), (1, axis)), (of_factor, (0, 0)))
+    for ((lhs, rhs), axes), result in zip(pairs, call.outputs, strict=True):
+        product = grouped_matmul(specs[lhs], specs[rhs], axes, specs["group_sizes"], result.dtype, recipe=recipe)
+        found += run(product, product.arrange(lhs=o[lhs], rhs=o[rhs], group_sizes=o["group_sizes"]))
+    return tuple(found)
 
 
 def _valued(call: Call, arrays: Sequence[Any]) -> tuple[Call, list[Any]]:

@@ -44,8 +44,8 @@ NAME, ROUTED_NAME = "grouped_mlp_lora", "routed_mlp_lora"
 # Operators
 
 
-_GradFacts = tuple[Mlp, Adapters, MlpSpecs, LoraMlpNeeds]
-"""Static facts of both stages of backward."""
+_GradFacts = tuple[Mlp, Adapters, MlpSpecs, LoraMlpNeeds, bool]
+"""Static facts of a stage of backward; the last one: whether the gradient of its B is a new tensor."""
 
 _Operands = namedtuple("_Operands", "x wi wo sizes probs wi_bias wo_bias out a_wi b_wi a_wo b_wo key extras")
 """Operands of forward of rows; `extras`: of both products."""
@@ -105,9 +105,9 @@ _TokenHiddenOperands = namedtuple(
 
 
 def _hidden_rule(run: Any, static: _GradFacts, o: Any) -> tuple[Any, ...]:
-    op, adapters, specs, needs = static
+    op, adapters, specs, needs, new_b = static
     *operands, u_wi, u_wo, b_wi, a_wo, b_wo, key, extras = o
-    options: dict[str, Any] = {"extras": extras or _NO_EXTRAS}
+    options: dict[str, Any] = {"new_b": new_b, "extras": extras or _NO_EXTRAS}
     if not op.keeps_rows:
         sizes, source, inverse, probs = operands[5:9]
         operands[5:9] = [Order(sizes, source, inverse, None, probs)]
@@ -143,13 +143,13 @@ _TokenFirstOperands = namedtuple(
 
 
 def _first_rule(run: Any, static: _GradFacts, o: Any) -> tuple[Any, ...]:
-    op, adapters, specs, needs = static
+    op, adapters, specs, needs, new_b = static
     *operands, u_wi, a_wi, b_wi, key, grad_input, extras = o
     if not op.keeps_rows:
         sizes, source, inverse = operands[2:5]
         operands[2:5] = [Order(sizes, source, inverse, None, None)]
     given: Any = (run, op, adapters, specs, Factors(a_wi, b_wi), key, u_wi, tuple(operands), needs)
-    options: dict[str, Any] = {"grad_input": grad_input, "extras": (extras or _NO_EXTRAS)[0]}
+    options: dict[str, Any] = {"new_b": new_b, "grad_input": grad_input, "extras": (extras or _NO_EXTRAS)[0]}
     found, grads = lora_mlp.first_product(*given, **options)
     return found.x, found.bias, *grads
 
@@ -177,15 +177,23 @@ _ROUTED_FIRST = define(
 
 
 def _facts(
-    forward: Rule, at_hidden: Rule, first: Rule, op: AdaptedMlp, specs: AdaptedSpecs, needs: LoraMlpNeeds
+    forward: Rule,
+    at_hidden: Rule,
+    first: Rule,
+    op: AdaptedMlp,
+    specs: AdaptedSpecs,
+    needs: LoraMlpNeeds,
+    whole: Sequence[bool],
 ) -> Facts:
     base, adapters = op
     of_base: MlpSpecs = specs.base
     has = [each is not None for each in (of_base.probs, of_base.wi_bias, of_base.wo_bias)]
     keep = lora_mlp.kept(base, adapters, needs, *has)
     static = (base, adapters, of_base, needs)
-    stages = (at_hidden, first) if needs_dh(lora_mlp.base_needs(adapters, needs)) else (at_hidden,)
-    backward = tuple([prepare(stage, static) for stage in stages])
+    _, new_b_wi, _, new_b_wo = whole
+    backward = (prepare(at_hidden, (*static, new_b_wo)),)
+    if needs_dh(lora_mlp.base_needs(adapters, needs)):
+        backward = (*backward, prepare(first, (*static, new_b_wi)))
     products, forward_stage = lora_mlp.products(*op), prepare(forward, (base, adapters, needs))
     return Facts(op, specs, needs, any(needs), keep, products, forward_stage, backward)
 
@@ -290,11 +298,11 @@ def _deliver(saved: Saved, sizes: Tensor, at: int, grads: PairGrads, deliver: De
     """The gradients of A and B of product `at`."""
     facts = saved.facts
     needs = facts.needs[1 + 2 * at : 3 + 2 * at]
-    pairs = ((grads.rows_a, grads.dy_a), (grads.rows_b, grads.dy_b))
-    for factor, (needed, (rows, dy)) in enumerate(zip(needs, pairs, strict=True), start=2 * at):
+    parts = ((grads.rows_a, grads.dy_a, None), (grads.rows_b, grads.dy_b, grads.b))
+    for factor, (needed, (rows, dy, made)) in enumerate(zip(needs, parts, strict=True), start=2 * at):
         product, spec = facts.products[factor], facts.specs.factors[factor]
         if needed and product is not None:
-            deliver(factor, WeightGradient(product, spec, rows, dy, sizes, saved.rows))
+            deliver(factor, WeightGradient(product, spec, rows, dy, sizes, saved.rows, made=made))
 
 
 def _needs(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]) -> LoraMlpNeeds:
@@ -314,6 +322,7 @@ ADAPTED_MLP = Operation(
     facts=partial(_facts, _FORWARD, _AT_HIDDEN, _FIRST),
     forward=_forward,
     backward=_backward,
+    at_once=True,
 )
 ADAPTED_ROUTED = Operation(
     name=ROUTED_NAME,
@@ -327,5 +336,6 @@ ADAPTED_ROUTED = Operation(
     forward=_forward_of_tokens,
     backward=_backward,
     count=rows_of_tokens,
+    at_once=True,
 )
 OPERATIONS[NAME], OPERATIONS[ROUTED_NAME] = ADAPTED_MLP, ADAPTED_ROUTED

@@ -6,6 +6,7 @@ Letters: G groups, M rows, K in, N out, r rank.
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,16 +59,16 @@ _FORWARD = define(
 
 
 AdaptedGradOperands = namedtuple("AdaptedGradOperands", "x weight u a b sizes bias row_scale dy key grad_input extras")
-"""Operands of all gradients except those of A and B."""
+"""Operands of all gradients except that of A, and that of B where it is computed later."""
 
 
 def _main_grads_rule(
-    run: Any, static: tuple[Linear, Adapter, LinearSpecs, LoraNeeds], o: AdaptedGradOperands
+    run: Any, static: tuple[Linear, Adapter, LinearSpecs, LoraNeeds, bool], o: AdaptedGradOperands
 ) -> tuple[Any, ...]:
-    op, adapter, specs, needs = static
+    op, adapter, specs, needs, new_b = static
     operands = (o.x, o.weight, o.u, o.a, o.b, o.sizes, o.bias, o.row_scale, o.dy, o.key)
-    options: dict[str, Any] = {"grad_input": o.grad_input, "extras": _extras(o)}
-    return lora.main_grads(run, op, adapter, specs, *operands, needs=needs, **options)[:7]
+    options: dict[str, Any] = {"new_b": new_b, "grad_input": o.grad_input, "extras": _extras(o)}
+    return lora.main_grads(run, op, adapter, specs, *operands, needs=needs, **options)[:8]
 
 
 _MAIN_GRADS = define(
@@ -76,7 +77,7 @@ _MAIN_GRADS = define(
     AdaptedGradOperands,
     rows=("x", "u", "row_scale", "dy", "grad_input"),
     written=("grad_input",),
-    most_results=7,
+    most_results=7,  # of the gradient of B and the two operands of it, one or the other
 )
 
 
@@ -108,12 +109,12 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 # Forward and backward
 
 
-def _facts(op: Adapted, specs: AdaptedSpecs, needs: LoraNeeds) -> Facts:
+def _facts(op: Adapted, specs: AdaptedSpecs, needs: LoraNeeds, whole: Sequence[bool]) -> Facts:
     base, adapter = op
     _, _, bias, row_scale = specs.base
     keep = lora.kept(base, needs, bias is not None, row_scale is not None)
     forward = prepare(_FORWARD, (base, adapter, needs))
-    main = prepare(_MAIN_GRADS, (base, adapter, specs.base, needs))
+    main = prepare(_MAIN_GRADS, (base, adapter, specs.base, needs, whole[1]))
     products = (adapter.down(base), adapter.up(base))
     return Facts(op, specs, needs, any(needs), keep, products, forward, (main,))
 
@@ -148,12 +149,12 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     buffer = grad_input if needs.x else None
     operands = [(x, weight, u, a, b, sizes, bias, row_scale, dy, key, buffer, extras)]  # those of AdaptedGradOperands
     del x, weight, u, dy  # so that they are freed once no launch reads them
-    dx, db, dc, rows_a, dy_a, rows_b, dy_b = call_prepared(facts.backward[0], operands, saved.rows)
+    dx, d_bias, dc, rows_a, dy_a, rows_b, dy_b, db = call_prepared(facts.backward[0], operands, saved.rows)
     if needs.a:
         deliver(0, WeightGradient(down, factors[0], rows_a, dy_a, sizes, saved.rows))
     if needs.b:
-        deliver(1, WeightGradient(up, factors[1], rows_b, dy_b, sizes, saved.rows))
-    return dx, dc, (db,)
+        deliver(1, WeightGradient(up, factors[1], rows_b, dy_b, sizes, saved.rows, made=db))
+    return dx, dc, (d_bias,)
 
 
 ADAPTED = Operation(
@@ -167,5 +168,6 @@ ADAPTED = Operation(
     facts=_facts,
     forward=_forward,
     backward=_backward,
+    at_once=True,
 )
 OPERATIONS[ADAPTED.name] = ADAPTED

@@ -137,14 +137,15 @@ class Checked:
     Attributes:
         op: the operation. specs: the specs of its operands.
         lists: of its weights and biases. names: of the weights, for messages.
-        asked: what follows from it for the gradients that are needed; `_autograd` fills it.
+        asked: what follows from it for the gradients that are needed, if all of them go to autograd, and if some go
+            elsewhere; `_autograd` fills both.
     """
 
     op: Any
     specs: Any
     lists: Lists
     names: tuple[str, ...]
-    asked: dict[tuple[bool, ...], Any] = field(default_factory=dict)
+    asked: tuple[dict[tuple[bool, ...], Any], ...] = field(default_factory=lambda: ({}, {}))
 
 
 Lists = tuple[tuple[int, bool], ...]

@@ -98,11 +98,13 @@ class Operation:
         places: positions of the weights among the arguments. scale_place: position of the row scale.
         check: (all arguments, caches of layers) -> checked arguments.
         needs: (x, each weight, row scale, each bias) -> the gradients to compute, as the rules take them.
-        facts: (operation, specs of its operands, needs) -> what follows from them.
+        facts: (operation, specs of its operands, needs) -> what follows from them; with `at_once`, also: (for each
+            weight, whether its gradient may be computed along with others).
         forward: (arguments, facts, scaling, M, out) -> (the result [M, N], the operands that backward reads).
         backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> the other gradients. It removes operands
             from the list, so that rows are freed as soon as they are no longer read.
         count: (arguments) -> M, the number of rows of the products.
+        at_once: whether gradients of weights are computed along with others where they go to autograd as a whole.
     """
 
     name: str
@@ -112,10 +114,11 @@ class Operation:
     scale_place: int
     check: Callable[..., Arguments]
     needs: Callable[[bool, Sequence[bool], bool, Sequence[bool]], Any]
-    facts: Callable[[Any, Any, Any], Facts]
+    facts: Callable[..., Facts]
     forward: Callable[[Arguments, Facts, Scaling, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
     backward: Callable[[Saved, list[Any], Any, Tensor | None, Deliver], MainGradients]
     count: Callable[[Arguments], Any] = _rows_of_x
+    at_once: bool = False
 
 
 def differentiable(
@@ -133,7 +136,7 @@ def differentiable(
     """
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
-    elsewhere = given.to_main_grad or any(given.accumulators) or (owners is not None and any(owners))
+    elsewhere = given.to_main_grad or any(given.accumulators) or (owners is not None and _delay(owners))
     receivers: list[Tensor | None] = []
     needed: tuple[bool, ...] = ()
     if torch.is_grad_enabled():
@@ -141,7 +144,7 @@ def differentiable(
         needed = tuple([each is not None and each.requires_grad for each in receivers])
         if elsewhere:
             receivers, needed = _with_stand_ins(given, receivers, needed)
-    facts, rest = given.checked.asked.get(needed) or _ask(operation, given.checked, needed)
+    facts, rest = given.checked.asked[elsewhere].get(needed) or _ask(operation, given.checked, needed, elsewhere)
     if not facts.training:
         y, _ = operation.forward(given, facts, given.scaling, operation.count(given), out)
         return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
@@ -164,6 +167,11 @@ def differentiable(
         rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)
     apply = _apply if overwrite is None else _Differentiable.apply
     return apply((given, facts, rest, out), *receivers)
+
+
+def _delay(owners: Owners) -> bool:
+    """Whether some gradients of weights go to a queue; most calls have no owner, which is found fast."""
+    return any(owners) and any(each is not None and each.delayed is not None for each in owners)
 
 
 def _with_stand_ins(
@@ -209,11 +217,12 @@ class _Rest(NamedTuple):
     for_leaf: bool = False
 
 
-def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> tuple[Facts, _Rest]:
+def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...], elsewhere: bool) -> tuple[Facts, _Rest]:
     """What `checked.asked` has from now on: the facts, and what backward takes if all gradients go to autograd.
 
     Args:
         needed: for each of `Arguments.receivers`, whether it needs a gradient; () if none does.
+        elsewhere: whether gradients of weights go to accumulators or to a queue.
     """
     lists, weights = checked.lists, len(operation.weights)
     needs_x, needs_scale, *of_members = needed or [False] * (2 + sum(count for count, _ in lists))
@@ -227,8 +236,9 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> tu
     biases = biases if any(count for count, *_ in biases) else ()
     named = zip(operation.weights, lists, live, strict=False)
     routes = [Route(name, count, packed, own) for name, (count, packed), own in named]
-    facts = operation.facts(checked.op, checked.specs, needs)
-    asked = checked.asked[needed] = facts, _Rest(operation, tuple(biases), routes)
+    whole = [not elsewhere and len(route.live) == route.parts for route in routes]
+    facts = operation.facts(checked.op, checked.specs, needs, *([whole] if operation.at_once else []))
+    asked = checked.asked[elsewhere][needed] = facts, _Rest(operation, tuple(biases), routes)
     return asked
 
 

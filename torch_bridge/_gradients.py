@@ -93,11 +93,12 @@ class Tokens(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class WeightGradient:
-    """The gradient of one weight, computed later: dW_g = sum rows^T dy over the rows of group g.
+    """The gradient of one weight, computed later if not `made`: dW_g = sum rows^T dy over the rows of group g.
 
     Attributes:
         op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as the main gradients return them.
         count: M. tokens: of which rows are gathered then, if `rows` is None.
+        made: the packed gradient, where it was computed along with others; then `rows` and `dy` are None.
     """
 
     op: Linear
@@ -107,9 +108,12 @@ class WeightGradient:
     sizes: Tensor
     count: Any
     tokens: Tokens | None = None
+    made: Any = None
 
     def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Any]:
         """New gradients for the tensors at `live` of a weight of `count` tensors; `packed`: it is one tensor."""
+        if self.made is not None:
+            return [self.made] if packed else list(self.made.unbind())
         if packed or self.op.paired:
             halves = tuple([at + 1 for at in live]) if self.op.paired else (0,)
             return self._launch(halves, False, None, None)

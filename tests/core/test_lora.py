@@ -19,10 +19,11 @@ from grouped_core.linear_spec import Linear, Names
 from grouped_core.lora import NO_NEEDS, Adapter, LoraNeeds
 from grouped_core.products import operand_spec
 from grouped_core.quantizing import dequantize
-from grouped_core.recipes import MXFP8
+from grouped_core.recipes import FP32_MODES, MXFP8
 from grouped_core.reference import Oracle
 from tests import asserts, bounds, cases
 from tests.bounds import Bounded, Expected
+from tests.core.adapter_tools import Recorder
 
 NAMES = Names("x", "w")
 CASE = cases.Case("tiny", (3, 0, 2), 7, 4, 3, frozenset())
@@ -48,14 +49,18 @@ class Setup:
         return lora.forward(run, self.op, self.adapter, *rows, None, self.key, needs=needs)
 
     def backward(self, run: Any, needs: LoraNeeds, **options: Any) -> lora.Grads:
+        specs, operands = self.of_backward(run, needs)
+        factors = (run.spec(self.arrays["a"]), run.spec(self.arrays["b"]))
+        return lora.backward(run, self.op, self.adapter, specs, factors, *operands, needs=needs, **options)[0]
+
+    def of_backward(self, run: Any, needs: LoraNeeds) -> tuple[Any, tuple[Any, ...]]:
+        """(specs, operands from x to the key) of backward, from nothing but what forward saves."""
         saved, a = self.forward(run, needs), self.arrays
         specs: Any = tuple(operand_spec(run, a[name]) for name in ("x", "w", "bias", "row_scale"))
         keep = lora.kept(self.op, needs, a["bias"] is not None, a["row_scale"] is not None)
         named: Any = {name: a[name] if getattr(keep, name) else None for name in ("a", "b", "bias", "row_scale")}
         operands = (saved.x, saved.w, saved.u, named["a"], named["b"], self.sizes, named["bias"], named["row_scale"])
-        factors = (run.spec(a["a"]), run.spec(a["b"]))
-        given = (run, self.op, self.adapter, specs, factors, *operands, self.dy, self.key)
-        return lora.backward(*given, needs=needs, **options)[0]
+        return specs, (*operands, self.dy, self.key)
 
     def needs(self, wanted: LoraNeeds = ALL) -> LoraNeeds:
         """`wanted` without the operands that are absent."""
@@ -86,18 +91,6 @@ def setup(
         kept = {name: None if each is None else each.astype(np.float64) for name, each in kept.items()}
     adapter = Adapter("lora", 0.5, dropout)
     return Setup(op, adapter, kept, p.group_sizes, p.dy.astype(np.float64) if exact else p.dy, KEY if dropout else None)
-
-
-class Recorder(Oracle):
-    """The oracle, keeping the calls that it ran."""
-
-    def __init__(self) -> None:
-        super().__init__(exact=True)
-        self.calls: list[Call] = []
-
-    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        self.calls.append(call)
-        return super().__call__(call, arrays)
 
 
 OPTIONS = {
@@ -278,10 +271,67 @@ def test_nothing_is_saved_or_launched_for_frozen_parts(needs, kept):
     run = Recorder()
     found = s.backward(run, needs)
     assert [each is not None for each in found] == list(needs)
-    shapes = {call.outputs[0].shape for call in run.calls if dict(call.params).get("contract_rows")}
     wanted = [s.arrays[name].shape for name in ("a", "b") if getattr(needs, name)]
-    assert shapes == set(wanted), "a weight gradient too many, or too few"
-    assert s.arrays["w"].shape not in shapes
+    assert run.gradients == sorted(wanted), "a weight gradient too many, or too few"
+    assert s.arrays["w"].shape not in run.gradients
+    at_once = needs.b and (needs.x or needs.a)
+    assert run.count("low_rank_grads") == at_once, "dy is read once for v and for the gradient of B"
+
+
+@pytest.mark.rule("LOR-4", "MAT-9")
+@pytest.mark.matrix(
+    dtype=cases.DTYPES,
+    transposed=(False, True),
+    row_scale=(False, True),
+    scale_bias=(False, True),
+    dropout=(0.0, 0.4),
+    scaling=(1.0, 0.5),
+    fp32=(None, *FP32_MODES),
+    rows_hint=(0, 64),
+    result=(None, "float32"),
+    frozen=("", "a", "x", "b"),
+)
+def test_a_gradient_of_b_made_along_with_v_has_the_bits_of_one_of_its_own(
+    dtype, transposed, row_scale, scale_bias, dropout, scaling, fp32, rows_hint, result, frozen
+):
+    """And every other gradient has its bits. Where y is wider than x, so is dy, which two products read."""
+    s = setup(WIDER, dtype, transposed=transposed, bias=True, row_scale=row_scale, dropout=dropout, rank=8)
+    s.op = dataclasses.replace(
+        s.op, scale_bias=scale_bias and row_scale, fp32=fp32, rows_hint=rows_hint, result_dtype=result
+    )
+    s.adapter, s.dy = dataclasses.replace(s.adapter, scaling=scaling), s.dy.astype(cases.numpy_dtype(result or dtype))
+    needs = s.needs(ALL._replace(**{frozen: False} if frozen else {}))
+    run = Counting(s.dy)
+    specs, operands = s.of_backward(run, needs)
+    one, two = (
+        lora.main_grads(run, s.op, s.adapter, specs, *operands, needs=needs, new_b=new_b) for new_b in (True, False)
+    )
+    at_once = needs.b and (result or dtype) == dtype
+    assert run.counts["low_rank_grads"] == at_once
+    assert (one.b is not None) == at_once
+    assert two.b is None
+    if at_once:
+        assert (one.rows_b, one.dy_b) == (None, None)
+        up = s.adapter.up(s.op)
+        db = gradients.weight_grad(run, up, run.spec(s.arrays["b"]), two.rows_b, two.dy_b, s.sizes)
+        asserts.bitwise(one.b, db, "b")
+    mode = "ieee" if fp32 == "ieee" else "tf32x3"  # `fp32` is the least accurate one that is accepted
+    assert run.options == {(mode, rows_hint, 0, 1)}, "every product has the same options"
+    assert one.dy_a is None or run.spec(one.dy_a).dtype == dtype, "v has the dtype of x"
+    for name in ("x", "bias", "row_scale", "rows_a", "dy_a", *(() if at_once else ("rows_b", "dy_b"))):
+        first, second = getattr(one, name), getattr(two, name)
+        assert (first is None) == (second is None), name
+        if first is not None:
+            asserts.bitwise(first, second, name)
+
+
+@pytest.mark.rule("LOR-4", "MAT-11")
+def test_a_gradient_of_b_that_is_accumulated_is_a_product_of_its_own():
+    s, run = setup(exact=True), Recorder()
+    into = np.zeros(s.arrays["b"].shape)
+    s.backward(run, s.needs(), into=(None, into))
+    assert run.count("low_rank_grads") == 0
+    assert run.gradients == sorted(s.arrays[name].shape for name in ("a", "b"))
 
 
 @pytest.mark.rule("LOR-2")
@@ -300,15 +350,19 @@ def test_nothing_is_scaled_or_quantised_for_a_gradient_of_the_base():
 
 
 class Counting(ArrayRunner):
-    """Counts the calls that it runs, and notes which rows are quantised for a contraction along rows."""
+    """Counts the calls that it runs, and notes the options of products and which rows are quantised along rows."""
 
     def __init__(self, like: Any) -> None:
         super().__init__(like)
         self.counts: Counter[str] = Counter()
+        self.options: set[tuple[Any, ...]] = set()
         self.crossed: list[bool] = []
 
     def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
         self.counts[call.name] += 1
+        if "fp32_mode" in (params := dict(call.params)):
+            names = ("fp32_mode", "rows_hint", "batch_invariant", "aligned_tables")
+            self.options.add(tuple([params[name] for name in names]))
         if call.name == "quantize" and len(call.inputs[0].shape) == 2:
             self.crossed.append(call.outputs[RESULTS["quantize"].index("cross_values")] is not None)
         return super().__call__(call, arrays)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from grouped_core import lora, lora_mlp, mlp, rounding
 from grouped_core.activations import Activation
 from grouped_core.arrays import ArrayRunner, quantize
-from grouped_core.calls import Call
 from grouped_core.formats import FORMATS, QTensor
 from grouped_core.lora import Adapter
 from grouped_core.lora_mlp import Adapters, Factors, LoraMlpNeeds
@@ -23,6 +21,7 @@ from grouped_core.recipes import MXFP8, FP8Block, FP8Current
 from grouped_core.reference import Oracle
 from tests import asserts, bounds, cases
 from tests.bounds import Bounded, Expected
+from tests.core.adapter_tools import Recorder
 
 TINY = cases.Case("tiny", (3, 0, 2), 7, 4, 3, frozenset())
 WIDER = cases.Case("wider", (37, 0, 70), 120, 96, 64, frozenset())
@@ -58,8 +57,10 @@ class Setup:
         operands = (x, wi, wo, self.sizes, probs, b1, b2, None)
         return lora_mlp.forward(run, self.op, self.adapters, now.factors, self.key, operands, needs=needs)
 
-    def backward(self, run: Any, needs: LoraMlpNeeds, into: Factors = lora_mlp.NOTHING) -> dict[str, Any]:
-        """Every gradient in `needs`, from nothing but what is kept."""
+    def backward(
+        self, run: Any, needs: LoraMlpNeeds, into: Factors = lora_mlp.NOTHING, *, new_b: bool = True
+    ) -> dict[str, Any]:
+        """Every gradient in `needs`, from nothing but what is kept; `new_b`: those of B along with others if new."""
         saved, u_wi, u_wo = self.forward(run, needs)
         a = self.arrays
         keep = lora_mlp.kept(self.op, self.adapters, needs, *[a[name] is not None for name in OPERANDS[3:]])
@@ -72,10 +73,10 @@ class Setup:
         factors = lora_mlp.kept_operands(keep, self.factors)
         rows: Any = (saved.x, saved.h, saved.z, saved.wi, saved.wo, self.sizes, *held, self.dy)
         given: Any = (run, self.op, self.adapters, specs, factors, self.key, (u_wi, u_wo), rows, needs)
-        hidden, of_wo = lora_mlp.at_hidden(*given)
+        hidden, of_wo = lora_mlp.at_hidden(*given, new_b=new_b and into.b_wo is None)
         rows = (saved.x, saved.wi, self.sizes, hidden.dh, hidden.of_dh)
         given = (*given[:6], u_wi, rows, needs)
-        first, of_wi = lora_mlp.first_product(*given)
+        first, of_wi = lora_mlp.first_product(*given, new_b=new_b and into.b_wi is None)
         of_factors = Factors(*[None if each is None else run.spec(each) for each in self.factors])
         grads = lora_mlp.grads_of_factors(run, self.op, self.adapters, of_factors, (of_wi, of_wo), self.sizes, into)
         found = {"x": first.x, "probs": hidden.probs, "wi_bias": first.bias, "wo_bias": hidden.wo_bias}
@@ -265,26 +266,56 @@ def test_what_is_kept_is_enough_and_policies_agree(policy, absent, dropout):
                 asserts.bitwise(grad, full[name], f"{name} with {needs} under {policy}")
 
 
-class Recorder(Oracle):
-    """The oracle, keeping the calls that it ran."""
-
-    def __init__(self) -> None:
-        super().__init__(exact=True)
-        self.calls: list[Call] = []
-
-    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        self.calls.append(call)
-        return super().__call__(call, arrays)
-
-
 @pytest.mark.rule("LOR-2")
 @pytest.mark.parametrize("wanted", SOME_NEEDS[2:])
-def test_no_weight_gradient_of_the_base_is_launched(wanted):
-    s, run = setup(exact=True), Recorder()
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_weight_gradient_of_the_base_is_launched(wanted, policy):
+    s, run = setup(exact=True, policy=policy), Recorder()
     needs = s.needs(wanted)
     s.backward(run, needs)
-    shapes = sorted(call.outputs[0].shape for call in run.calls if dict(call.params).get("contract_rows"))
-    assert shapes == sorted(s.arrays[name].shape for name in Factors._fields if getattr(needs, name))
+    assert run.gradients == sorted(s.arrays[name].shape for name in Factors._fields if getattr(needs, name))
+    through_wo = lora_mlp.kept(s.op, s.adapters, needs, True, True, True).factors.b_wo
+    at_once = (needs.b_wi and (needs.x or needs.a_wi)) + (needs.b_wo and through_wo)
+    assert run.count("low_rank_grads") == at_once
+
+
+@pytest.mark.rule("LOR-4", "MLP-9", "ALL-1")
+@pytest.mark.matrix(
+    dtype=cases.DTYPES,
+    policy=POLICIES,
+    transposed=(False, True),
+    others=(False, True),
+    absent=("", "wi", "wo"),
+    dropout=(0.0, 0.4),
+    recipe=(None, FP8Current, MXFP8),
+    base=("", "mxfp4"),
+    frozen=("", *NAMES[:5]),
+    valid=lambda dtype, recipe, base: dtype == "bfloat16" or (recipe is None and (not base or dtype == "float32")),
+)
+def test_gradients_of_b_made_along_with_others_have_the_same_bits(
+    dtype, policy, transposed, others, absent, dropout, recipe, base, frozen
+):
+    options: dict[str, Any] = {"transposed": transposed, "others": others, "absent": absent, "dropout": dropout}
+    s = setup(WIDER, dtype, policy=policy, rank=8, **options)
+    s.op = dataclasses.replace(s.op, recipe=recipe if not base else None)
+    s = with_base(s, base) if base else s
+    run, needs = ArrayRunner(s.dy), s.needs(ALL._replace(**{frozen: False} if frozen else {}))
+    expected = s.backward(run, needs, new_b=False)
+    for name, grad in s.backward(run, needs).items():
+        assert (grad is None) == (expected[name] is None), name
+        if grad is not None:
+            asserts.bitwise(grad, expected[name], name)
+
+
+@pytest.mark.rule("LOR-4", "MAT-11")
+def test_gradients_of_b_that_are_accumulated_are_products_of_their_own():
+    s = setup(exact=True)
+    into = Factors(None, np.zeros_like(s.arrays["b_wi"]), None, None)
+    for destinations, count in ((into, 1), (into._replace(b_wo=np.zeros_like(s.arrays["b_wo"])), 0)):
+        run = Recorder()
+        s.backward(run, s.needs(), into=destinations)
+        assert run.count("low_rank_grads") == count
+        assert run.gradients == sorted(s.arrays[name].shape for name in Factors._fields)
 
 
 @pytest.mark.rule("LOR-2", "LOR-4")

@@ -81,6 +81,29 @@ def test_ragged_contraction(case, accumulate):
     near(matmul(p, (0, 0), p.dy, **options), expected)
 
 
+@pytest.mark.rule("LOR-4", "GRP-5", "GRP-9")
+@pytest.mark.parametrize("case", EDGES, ids=str)
+@pytest.mark.parametrize("axis", [1, 2])
+def test_both_gradients_of_a_low_rank_product(case, axis):
+    if max(case.sizes, default=0) > 1000:
+        pytest.skip("the literal loop would count two thousand million rows")
+    run, p, rank = Oracle(exact=True), cases.problem(case, "float32"), 3
+    low, factor = cases.normal((case.rows, rank), "float32", "u"), cases.normal((case.groups, rank, case.n), "float32")
+    of_rows, of_factor = np.zeros(low.shape), np.zeros(factor.shape)
+    for r in range(case.rows):
+        g = owner(case, r)
+        if g is not None:
+            of_rows[r] = factor[g].astype(float) @ p.dy[r].astype(float)
+            of_factor[g] += np.outer(low[r].astype(float), p.dy[r].astype(float))
+    if axis == 1:
+        factor, of_factor = np.ascontiguousarray(factor.swapaxes(1, 2)), of_factor.swapaxes(1, 2)
+    specs = (run.spec(p.dy), run.spec(factor), axis, run.spec(low), run.spec(p.group_sizes))
+    call = calls.low_rank_grads(*specs, ("float32", "float32"), recipe=FP32)
+    found = run(call, call.arrange(rows=p.dy, factor=factor, low_rows=low, group_sizes=p.group_sizes))
+    near(found[0], of_rows)
+    near(found[1], of_factor)
+
+
 @pytest.mark.rule("GRP-4")
 @pytest.mark.parametrize("case", cases.select("clamp"), ids=str)
 def test_ends_in_python_integers(case):

@@ -47,6 +47,11 @@ def products(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
         yield calls.grouped_matmul(x, w, (1, 1), sizes, dtype, recipe=BF16, **beside, scale_bias=True, **low)
         low = {"low": low_rank(groups, rows, n, dtype, 2, table=True), "tables": (True, True, False)}
         yield calls.grouped_matmul(x, transposed, (1, 2), sizes, dtype, recipe=BF16, **beside, **low)
+        if x.dtype in WIDE:
+            for axis, table in ((1, True), (2, False)):
+                of = low_rank(groups, rows, n, dtype, 3 - axis)
+                given = (dy, of.weight, axis, of.rows, sizes, ("float32", dtype))
+                yield calls.low_rank_grads(*given, recipe=BF16, table=table)
     for name, format in FORMATS.items():
         if format.plain:
             continue

@@ -79,6 +79,12 @@ CALLS = {
         wanted=(True, False, False),
         low=LowRank(rows(4), weight(G, N, 4), 2),
     ),
+    "low_rank_grads": calls.low_rank_grads(
+        rows(N), weight(G, 4, N), 2, rows(4), SIZES, ("float32", "bfloat16"), recipe=BF16
+    ),
+    "low_rank_grads_listed": calls.low_rank_grads(
+        rows(N), weight(G, N, 4), 1, rows(4), SIZES, ("bfloat16", "bfloat16"), recipe=BF16, table=True
+    ),
     "group_sum": calls.group_sum(rows(N), SIZES, "float32", SCALE),
     "row_dot": calls.row_dot(SIZES, M, (rows(K), rows(K)), (rows(N), weight(G, N)), True),
     "scale_rows": calls.scale_rows(rows(N), SCALE, SIZES, "bfloat16", rows(N)),
@@ -110,8 +116,9 @@ def test_every_shape_counts(name):
             if call.name in ("scale_rows", "add_rows") and len(other.shape) == 1 and spec == SIZES:
                 continue
             refused(dataclasses.replace(call, inputs=(*call.inputs[:slot], other, *call.inputs[slot + 1 :])))
-    for other in changed(call.outputs[0]):
-        refused(dataclasses.replace(call, outputs=(other, *call.outputs[1:])))
+    for at, spec in enumerate(call.outputs):
+        for other in changed(spec) if spec is not None else ():
+            refused(dataclasses.replace(call, outputs=(*call.outputs[:at], other, *call.outputs[at + 1 :])))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -119,7 +126,7 @@ def test_every_shape_counts(name):
     "fixed",
     [
         *("group_sizes", "row_scale", "rhs_table", "bias_table", "into_table", "source_table", "skip", "base", "key"),
-        *("low_lhs", "low_rhs", "low_rhs_table"),
+        *("low_lhs", "low_rhs", "low_rhs_table", "factor", "low_rows", "factor_table"),
     ],
 )
 def test_fixed_dtypes_count(name, fixed):
@@ -156,6 +163,9 @@ def test_params_count():
         (CALLS["low_rank"], "low_rhs_axis", 2),
         (CALLS["low_rank_dact"], "low_rhs_axis", 1),
         (CALLS["low_rank"], "result_half", 1),
+        (CALLS["low_rank_grads"], "factor_axis", 1),
+        (CALLS["low_rank_grads"], "factor_axis", 0),
+        (CALLS["low_rank_grads_listed"], "factor_axis", 2),
         (CALLS["add_rows"], "rate", 0.0),
         (CALLS["add_rows"], "rate", 1.0),
         (CALLS["add_rows"], "rate", float("nan")),

@@ -181,3 +181,43 @@ def test_plans_name_the_calls_of_the_adapter():
     told = jax_grouped.explain(jax_grouped.ragged_dot, x, w, sizes, rhs_transposed=True, lora=(a, b))
     assert all(call in told for call in calls)
     assert jax_grouped.why_unsupported(jax_grouped.ragged_dot, x, w, sizes, rhs_transposed=True, lora=(a, b)) is None
+
+
+@pytest.mark.rule("LOR-4", "ERR-2")
+@pytest.mark.parametrize("frontend", ["jax", "torch"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_gradient_of_b_is_made_along_with_that_of_the_rows_unless_it_is_accumulated(frontend, transposed):
+    """One pass over dy gives both; into an accumulator, the gradient of B is a product of its own."""
+    given, _ = problem("bfloat16", transposed=transposed, bias=False, row_scale=True)
+    library, array = (jax_grouped, jnp.asarray) if frontend == "jax" else (torch_bridge, to_torch)
+    held: dict[str, Any] = {name: None if each is None else array(each) for name, each in given.items()}
+    if frontend == "torch":
+        for name in ("x", "a", "b"):
+            held[name].requires_grad_()
+    call: Any = jax_grouped.ragged_dot if frontend == "jax" else torch_bridge.grouped_linear
+    operands = held["x"], held["w"], held["sizes"]
+    options: dict[str, Any] = {"rhs_transposed": transposed, "row_scale": held["row_scale"]}
+    options["lora"] = held["a"], held["b"]
+    of_b = str(list(given["b"].shape))
+    alone = f"grouped_matmul -> bfloat16{of_b}"
+    along = f"low_rank_grads -> bfloat16[{CASE.rows}, 4] bfloat16{of_b}"
+    told = library.explain(call, *operands, **options)
+    assert (told.count(along), told.count(alone)) == (1, 0)
+    into = array(np.zeros(given["b"].shape, np.float32))
+    told = library.explain(call, *operands, **options, lora_wgrad_accum=(None, into))
+    assert told.count("low_rank_grads") == 0
+    assert told.count(alone.replace("bfloat16", "float32")) == 1
+
+
+@pytest.mark.rule("LOR-1", "LOR-4")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_may_be_wider_than_x(transposed):
+    """v is rounded to the dtype of x, where dy is float32 because y is: it is multiplied by A and by x."""
+    given, dy = problem("bfloat16", transposed=transposed, bias=False, row_scale=False)
+    options: dict[str, Any] = {"rhs_transposed": transposed, "key": None, "lora_scaling": 0.5}
+    plain = by_jax(given, dy, (True,) * 5, None, **options)
+    found = by_jax(given, dy.astype(np.float32), (True,) * 5, None, **options, preferred_element_type=jnp.float32)
+    assert found[0].dtype == np.float32
+    for name, one, two in zip(NAMES, found[1:], plain[1:], strict=True):
+        if one is not None:
+            asserts.bitwise(one, two, name)

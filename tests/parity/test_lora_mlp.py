@@ -15,7 +15,7 @@ from grouped_core import recipes
 from grouped_core.mlp_spec import POLICIES
 from tests import asserts, cases
 from tests.parity.adapters import to_torch
-from tests.parity.lora_mlp_adapters import NAMES, by_jax, by_torch, lora_of, of_tokens, problem
+from tests.parity.lora_mlp_adapters import FACTORS, NAMES, by_jax, by_torch, lora_of, of_tokens, problem
 
 CASE = cases.Case("experts", (20, 0, 13), 40, 48, 32, frozenset())
 TOKENS = 17
@@ -180,3 +180,38 @@ def test_plans_name_the_calls_of_the_adapters():
         assert "grouped_matmul_act" in told
         assert "grouped_matmul_low_composed_cpu" in told
         assert library.why_unsupported(library.grouped_mlp, *operands, **options) is None
+
+
+@pytest.mark.rule("LOR-4", "ERR-2")
+@pytest.mark.parametrize("frontend", ["jax", "torch"])
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("absent", ["", "wi", "wo"])
+def test_gradients_of_b_are_made_along_with_those_of_the_rows_unless_they_are_accumulated(frontend, tokens, absent):
+    """One pass over dy, and one over dh, gives both; into an accumulator, each gradient is a product of its own."""
+    given, dy = problem(CASE, "bfloat16", bias=False, absent=absent)
+    given, _ = of_tokens(given, dy, TOKENS) if tokens else (given, dy)
+    library, array = (jax_grouped, jnp.asarray) if frontend == "jax" else (torch_bridge, to_torch)
+    held: dict[str, Any] = {name: None if each is None else array(each) for name, each in given.items()}
+    if frontend == "torch":
+        for name in ("x", *FACTORS):
+            if held[name] is not None:
+                held[name].requires_grad_()
+    call = library.routed_mlp if tokens else library.grouped_mlp
+    operands = [held[name] for name in (("x", "experts", "probs", "wi", "wo") if tokens else ("x", "wi", "wo"))]
+    operands += [] if tokens else [held["group_sizes"]]
+    options: dict[str, Any] = {"rhs_transposed": True, "lora": lora_of(held)}
+    present = {name: list(given[name].shape) for name in ("b_wi", "b_wo") if given[name] is not None}
+    told = library.explain(call, *operands, **options)
+    assert told.count("low_rank_grads ->") == len(present)
+    for shape in present.values():
+        assert f" bfloat16{shape}: low_rank_grads" in told
+        assert f"grouped_matmul -> bfloat16{shape}" not in told
+    into = {name: array(np.zeros(shape, np.float32)) for name, shape in present.items()}
+    for some in ([each] for each in present):
+        accums = tuple([(None, into[name]) if name in some else None for name in ("b_wi", "b_wo")])
+        told = library.explain(call, *operands, **options, lora_wgrad_accum=accums)
+        assert told.count(f"grouped_matmul -> float32{present[some[0]]}") == 1
+        if frontend == "jax":
+            assert told.count("low_rank_grads ->") == len(present) - 1
+        else:  # gradients that go to different places are delivered by one way
+            assert told.count("low_rank_grads ->") == 0

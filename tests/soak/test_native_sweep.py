@@ -157,6 +157,28 @@ def low_spec(low: dict[str, np.ndarray], *, table: bool = False) -> LowRank | No
     return LowRank(lhs, rhs, 1 if rhs.shape[1] == lhs.shape[1] else 2, table)
 
 
+def low_rank_grads(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
+    groups, width, rank, dtype = len(sizes), draw.width(), int(draw.one(1, 2, 4, 8, 16, 31, 64)), wide(draw)
+    axis, listed = draw.one(1, 2), draw.one(True, False)
+    factor = draw.numbers((groups, width, rank) if axis == 1 else (groups, rank, width), dtype)
+    packed = {"rows": draw.numbers((rows, width), dtype), "factor": factor}
+    packed |= {"low_rows": draw.numbers((rows, rank), dtype), "group_sizes": sizes}
+    arrays, keep = dict(packed), []
+    if listed:
+        keep = [draw.numbers(each.shape, dtype) for each in factor]
+        for one, each in zip(keep, factor, strict=True):
+            one[...] = each
+        arrays["factor_table"] = addresses(draw, [*keep])
+        del arrays["factor"]
+    call = calls.low_rank_grads(
+        *(spec(packed["rows"]), spec(factor), axis, spec(packed["low_rows"]), spec(sizes), (wide(draw), wide(draw))),
+        recipe=plain(dtype),
+        table=listed,
+        aligned_tables=False,
+    )
+    return Work(call, arrays, packed, keep=keep)
+
+
 def added_rows(draw: Draw, sizes: np.ndarray, rows: int) -> Work:
     matrix, result = draw.numbers((rows, draw.width()), wide(draw)), wide(draw)
     base = draw.numbers(matrix.shape, "float32") if draw.one(True, False) else None
@@ -331,10 +353,10 @@ def work_of(draw: Draw) -> Work:
     sizes = draw.block((groups,), "int32")
     sizes[:] = draw.sizes(groups, rows)
     fused = (activated, activated_grad, product_act, product_dact)
-    make = draw.one(matmul, matmul, matmul, group_sum, row_dot, scale_rows, added_rows, *fused)
+    make = draw.one(matmul, matmul, matmul, group_sum, row_dot, scale_rows, added_rows, low_rank_grads, *fused)
     work = make(draw, sizes, rows)
     end = cases.Case("drawn", tuple(int(s) for s in sizes), rows, 1, 1, frozenset()).valid
-    names = ("lhs", "rows", "row_scale", "group_lhs", "grad", "hidden", "row_base", "low_lhs", "base") + (
+    names = ("lhs", "rows", "row_scale", "group_lhs", "grad", "hidden", "row_base", "low_lhs", "low_rows", "base") + (
         ("rhs",) if dict(work.call.params).get("rhs_axis", 0) == 0 else ()
     )
     for name in names:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torch_bridge
 from tests import asserts, bounds
-from tests.torch_frontend.torch_tools import saved_tensors
+from tests.torch_frontend.torch_tools import counted_launches, saved_tensors
 from torch_bridge import grouped_linear
 
 G, M, K, N, R = 3, 20, 16, 24, 4
@@ -159,17 +159,46 @@ def test_buffers_of_the_caller_are_written_in_valid_rows(scaled: bool):
 
 @pytest.mark.rule("LOR-1", "GRD-12")
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_compiled_regions_give_the_same_bits(dropout: float):
+@pytest.mark.parametrize("listed", [False, True])
+def test_compiled_regions_give_the_same_bits(dropout: float, listed: bool):
     p = Problem()
     key = torch.tensor([3, 4], dtype=torch.uint32) if dropout else None
     options: dict[str, Any] = {"lora_dropout": dropout, "lora_key": key}
+    b = [each.detach().clone().requires_grad_() for each in p.b] if listed else [p.b]
+    options["lora"] = p.a, b if listed else p.b
     compiled = torch.compile(lambda: p(**options), fullgraph=True, backend="aot_eager")
     asserts.bitwise(compiled(), p(**options))
-    found = torch.autograd.grad(compiled(), (p.x, p.a, p.b), p.dy)
-    for one, two in zip(found, p.grads(**options), strict=True):
+    pairs = (torch.autograd.grad(y, (p.x, p.a, *b), p.dy) for y in (compiled(), p(**options)))
+    for one, two in zip(*pairs, strict=True):
         asserts.bitwise(one, two)
     other = p(**options | {"lora_key": torch.tensor([4, 3], dtype=torch.uint32)}) if dropout else None
     assert other is None or not torch.equal(other, p(**options))
+
+
+@pytest.mark.rule("LOR-4", "MAT-5")
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_gradient_of_b_is_made_along_with_others_if_all_of_it_goes_to_autograd(listed: bool):
+    p = Problem()
+    b = [each.detach().clone().requires_grad_() for each in p.b] if listed else p.b
+    wanted = p.grads(lora_scaling=1.0)[2]
+
+    def launches(**options: Any) -> list[str]:
+        y = p(lora=(p.a, b), lora_scaling=1.0, **options)
+        with counted_launches() as launched:
+            y.backward(p.dy)
+        return launched
+
+    products = ["grouped_matmul", "grouped_matmul"]
+    assert sorted(launches()) == sorted([*products, "low_rank_grads"]), "dx, dA"
+    asserts.bitwise(torch.stack([each.grad for each in b]) if listed else p.b.grad, wanted)
+    into = [torch.zeros(N, R) for _ in range(G)] if listed else torch.zeros(G, N, R)
+    assert launches(lora_wgrad_accum=(None, into)) == [*products, *products], "v, dx, dA, dB"
+    if listed:
+        b[2].requires_grad_(False)
+        assert launches() == [*products, *products], "one member is frozen"
+    p.x.requires_grad_(False)
+    p.a.requires_grad_(False)
+    assert launches() == products[:1], "dB alone"
 
 
 @pytest.mark.rule("LOR-1")

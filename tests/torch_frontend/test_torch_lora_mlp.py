@@ -140,6 +140,9 @@ FORWARD = ("grouped_matmul", "grouped_matmul_act", "grouped_matmul", "grouped_ma
 OF_X = ("grouped_matmul", "grouped_matmul_dact", "grouped_matmul", "grouped_matmul")
 """dy B2^T; dy W2^T; dh B1^T; dh W1^T."""
 OF_FACTORS = ("grouped_matmul",) * 4
+"""Each on its own, as where they are accumulated."""
+AT_ONCE = ("low_rank_grads", "grouped_matmul_dact", "low_rank_grads", "grouped_matmul")
+"""`OF_X`, with the gradients of B1 and B2."""
 
 
 @pytest.mark.rule("LOR-2", "LOR-4")
@@ -151,7 +154,7 @@ def test_each_factor_has_one_launch_and_what_goes_through_the_other_none():
     assert tuple(forward) == FORWARD
     with counted_launches() as backward:
         y.backward(p.dy)
-    assert sorted(backward) == sorted([*OF_X, *OF_FACTORS])
+    assert sorted(backward) == sorted([*AT_ONCE, *OF_FACTORS[:2]])
     with counted_launches() as scaled:
         p()
     assert sorted(scaled) == sorted([*FORWARD, "add_rows", "add_rows"]), "u is scaled and rounded in one pass"
@@ -163,6 +166,24 @@ def test_each_factor_has_one_launch_and_what_goes_through_the_other_none():
     assert tuple(of_x) == OF_X
 
 
+@pytest.mark.rule("LOR-4", "MAT-11", "GRD-1")
+@packed_or_listed
+def test_accumulated_gradients_and_those_of_some_members_have_a_launch_each(listed: bool):
+    p = Problem(False, listed=listed)
+    for each in p.leaves():
+        each.main_grad, each.grad_added_to_main_grad = torch.zeros(each.shape), False
+    y = p(lora_scaling=1.0, lora_wgrad_accum="main_grad")
+    with counted_launches() as backward:
+        y.backward(p.dy)
+    assert sorted(backward) == sorted([*OF_X, *OF_FACTORS])
+    if listed:
+        p.factors[1][0].requires_grad_(False)
+        y = p(lora_scaling=1.0)
+        with counted_launches() as of_some:
+            y.backward(p.dy)
+        assert sorted(of_some) == sorted([*AT_ONCE[:2], *OF_X[2:], *OF_FACTORS[:3]])
+
+
 @pytest.mark.rule("LOR-1")
 @rows_or_tokens
 def test_autocast_casts_weights_and_factors(tokens: bool):
@@ -172,7 +193,9 @@ def test_autocast_casts_weights_and_factors(tokens: bool):
     q.x, q.wi, q.wo = (each.detach().bfloat16() for each in (q.x, q.wi, q.wo))
     q.factors = [each.detach().bfloat16() for each in q.factors]
     asserts.bitwise(y, q())
-    y.backward(p.dy.bfloat16())
+    with counted_launches() as backward:
+        y.backward(p.dy.bfloat16())
+    assert backward.count("low_rank_grads") == len(AT_ONCE[::2])
     assert all(each.grad.dtype == torch.float32 for each in p.leaves())
 
 
