@@ -29,7 +29,8 @@ __device__ uint32_t chunk_offset(int line, int chunk) {
   return (line * kChunks + (chunk ^ line / kShared % kOrders)) * 16;
 }
 
-template <class T, int kNarrow_, Form kForm_>
+// A tile for kWarps neighbouring warps.
+template <class T, int kNarrow_, Form kForm_, int kWarps = kNarrowWarps>
 struct NarrowTile {
   static constexpr int kNarrow = kNarrow_;
   static constexpr Form kForm = kForm_;
@@ -39,12 +40,12 @@ struct NarrowTile {
   static constexpr int kNarrowLines = kNarrowAlong ? kNarrow : kDepth;
   static constexpr int kNarrowChunks = kNarrow * kDepth / kChunk / kNarrowLines;
   static constexpr int kNarrowBytes = kNarrow * kDepth * 2;
-  static constexpr int kSlabs = kTile / kSlab / kNarrowWarps;  // a warp
+  static constexpr int kSlabs = kTile / kSlab / kWarps;  // a warp
 
   using Sums = float[kSlabs][kNarrow / 8][4];
 
-  // The first row of mma of this warp: warps go round the tile.
-  static __device__ int first_row() { return threadIdx.x / 32 % kNarrowWarps * (kSlabs * kSlab); }
+  // The first row of mma of this warp.
+  static __device__ int first_row() { return threadIdx.x / 32 % kWarps * (kSlabs * kSlab); }
 
   // Sixteen of the depth at `k` of the narrow operand, for 16 of its rows or columns at `n`: the matrices (n, k), (n, k
   // + 8), (n + 8, k), (n + 8, k + 8).
