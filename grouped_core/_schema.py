@@ -489,7 +489,12 @@ CALLS: dict[str, tuple[dict[str, str], dict[str, str], dict[str, int | float | s
         {"align": 1},
     ),
     "gather_rows": (
-        {"rows": "[?, ?] | [?] any", "source": "[M] | [T, k] int32", "weights": "optional [?, ?] float32"},
+        {
+            "rows": "[?, ?] | [?] any",
+            "source": "[M] | [T, k] int32",
+            "weights": "optional [?, ?] float32",
+            "places": "optional [?, ?] int32",
+        },
         {"result": "[?] | [?, ?] | [?, ?, ?] as rows"},
         {"slots": 1, "axis": 0},
     ),

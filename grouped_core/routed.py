@@ -76,7 +76,7 @@ def forward(
     count = spec.shape[0] * spec.shape[1]
     found = routing.order(run, experts, operand_spec(run, wo).shape[0], count, weights=weights)
     if beside.reads_x:
-        rows = routing.gather(run, x, found.source, spec.shape[1])
+        rows = routing.gather(run, x, found.source, spec.shape[1], inverse=found.inverse)
     else:
         rows = _gathered(run, op, x, found, spec.shape[1], tokens, operand_spec(run, wi), extras[0])
     operands = (rows, wi, wo, found.sizes, found.probs, wi_bias, wo_bias)
@@ -92,7 +92,7 @@ def _gathered(
     fmt = op.fc1().resolve(operand_spec(run, x), wi).forward[0]
     if fmt.by_row and not isinstance(x, QTensor):
         x = codes_of(run, x, fmt, tokens)
-    return rows_of(run, x, found.source, slots)
+    return rows_of(run, x, found.source, slots, found.inverse)
 
 
 def codes_of(run: Runner, x: Array, fmt: Format, tokens: Array) -> QTensor[Any]:
@@ -106,19 +106,19 @@ def scale_axis(run: Runner, q: QTensor[Any]) -> int:
     return int(run.spec(q.scales).dtype == "float32")
 
 
-def rows_of(run: Runner, x: Operand, source: Array, slots: int) -> Any:
-    """The row of x that each slot of `source` belongs to, as x is, quantised or not."""
+def rows_of(run: Runner, x: Operand, source: Array, slots: int, inverse: Array | None = None) -> Any:
+    """The row of x that each slot of `source` belongs to, as x is, quantised or not; `inverse`: of `routing.gather`."""
     if not isinstance(x, QTensor):
-        return routing.gather(run, x, source, slots)
+        return routing.gather(run, x, source, slots, inverse=inverse)
     call = routing_calls.gather_rows(run.spec(x.scales), run.spec(source), slots, axis=scale_axis(run, x))
     (scales,) = run(call, call.arrange(rows=x.scales, source=source))
-    values = routing.gather(run, x.values, source, slots)
+    values = routing.gather(run, x.values, source, slots, inverse=inverse)
     return QTensor(values, scales, None, x.format, 1, (run.spec(source).shape[0], x.shape[1]), x.dtype)
 
 
-def _wide_rows(run: Runner, x: Operand, source: Array, slots: int, sizes: Array) -> Array:
+def _wide_rows(run: Runner, x: Operand, source: Array, slots: int, sizes: Array, inverse: Array | None = None) -> Array:
     """As `rows_of`, dequantised where x is quantised, for what quantises them along other axes."""
-    rows = rows_of(run, x, source, slots)
+    rows = rows_of(run, x, source, slots, inverse)
     return plain_rows(run, rows, sizes) if isinstance(rows, QTensor) else rows
 
 
@@ -147,8 +147,8 @@ def at_hidden(
         specs: of the rows (`row_specs`). x: [T, K], read where h is computed again. dy: [T, K].
     """
     op, slots = keeps_tokens(op), run.spec(order.inverse).shape[1]
-    rows = None if x is None else rows_of(run, x, order.source, slots)
-    d_rows = routing.gather(run, dy, order.source, slots)
+    rows = None if x is None else rows_of(run, x, order.source, slots, order.inverse)
+    d_rows = routing.gather(run, dy, order.source, slots, inverse=order.inverse)
     operands = (rows, h, z, wi, wo, order.sizes, order.probs, wi_bias, wo_bias, d_rows)
     found = mlp.at_hidden(run, op, specs, *operands, needs, extras=extras, beside=beside)
     if found.probs is None:
@@ -179,7 +179,9 @@ def first_product(
         grad_input: the caller's [T, K] buffer for dx.
     """
     op, slots = keeps_tokens(op), run.spec(order.inverse).shape[1]
-    rows = _wide_rows(run, x, order.source, slots, order.sizes) if needs.wi and x is not None else None
+    rows = None
+    if needs.wi and x is not None:
+        rows = _wide_rows(run, x, order.source, slots, order.sizes, order.inverse)
     operands = (rows, wi, order.sizes, dh, of_dh, needs)
     found = mlp.first_product(run, op, specs, *operands, extras=extras or Extras(), beside=beside)
     if found.x is None:

@@ -188,10 +188,16 @@ def order(
     return Order(*run(call, call.arrange(experts=experts, weights=wide)))
 
 
-def gather(run: Runner, x: Array, source: Array, slots: int, weights: Array | None = None) -> Array:
-    """[M, H]: the row of x [T, H] that each slot of `source` belongs to, times the slot's weight if given."""
-    call = routing_calls.gather_rows(run.spec(x), run.spec(source), slots, _spec(run, weights))
-    return run(call, call.arrange(rows=x, source=source, weights=weights))[0]
+def gather(
+    run: Runner, x: Array, source: Array, slots: int, weights: Array | None = None, inverse: Array | None = None
+) -> Array:
+    """[M, H]: the row of x [T, H] that each slot of `source` belongs to, times the slot's weight if given.
+
+    Args:
+        inverse: int32 [T, k], row of each slot, of an `Order`; with it large rows need not look for their places.
+    """
+    call = routing_calls.gather_rows(run.spec(x), run.spec(source), slots, _spec(run, weights), _spec(run, inverse))
+    return run(call, call.arrange(rows=x, source=source, weights=weights, places=inverse))[0]
 
 
 def combine(

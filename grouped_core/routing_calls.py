@@ -187,14 +187,21 @@ def pad_groups(group_sizes: ArraySpec, rows: int, align: int) -> Call:
 
 @lru_cache(maxsize=1024)
 def gather_rows(
-    rows: ArraySpec, source: ArraySpec, slots: int = 1, weights: ArraySpec | None = None, *, axis: int = 0
+    rows: ArraySpec,
+    source: ArraySpec,
+    slots: int = 1,
+    weights: ArraySpec | None = None,
+    places: ArraySpec | None = None,
+    *,
+    axis: int = 0,
 ) -> Call:
     """[M, H] = rows[source / slots], times weights[source] if given; zeros where the source is out of range.
 
-    Rows may be single elements [N], and the source a matrix [T, k]. With `axis` 1 columns [C, N] are gathered.
+    Rows may be single elements [N], and the source a matrix [T, k]. With `axis` 1 columns [C, N] are gathered. `places`
+    [N, slots]: the row of each slot, if no slot comes twice; kernels may read it instead of the source.
     """
     shape = (rows.shape[0], *source.shape) if axis else (*source.shape, *rows.shape[1:])
-    operands = {"rows": rows, "source": source, "weights": weights}
+    operands = {"rows": rows, "source": source, "weights": weights, "places": places}
     return new_call("gather_rows", operands, ArraySpec(shape, rows.dtype), {"slots": slots, "axis": axis})
 
 

@@ -41,7 +41,7 @@ def _order(options: Places | Exchange, experts: Any, probs: Any) -> Order:
 
 def _permute_value(options: Places | Exchange, x: Any, probs: Any, experts: Any) -> tuple[Any, Order]:
     found = _order(options, experts, probs)
-    return rules.gather(RUN, x, found.source, options.slots), found
+    return rules.gather(RUN, x, found.source, options.slots, inverse=found.inverse), found
 
 
 @partial(
@@ -138,13 +138,15 @@ class Codes(NamedTuple):
     slots: int
 
 
-def _codes_value(options: Codes, x: Any, source: Any) -> QTensor[Any]:
-    return routed.rows_of(RUN, routed.codes_of(RUN, x, options.format, one_group(x.shape[0])), source, options.slots)
+def _codes_value(options: Codes, x: Any, source: Any, inverse: Any) -> QTensor[Any]:
+    q = routed.codes_of(RUN, x, options.format, one_group(x.shape[0]))
+    return routed.rows_of(RUN, q, source, options.slots, inverse)
 
 
 codes = jax.custom_vjp(_codes_value, nondiff_argnums=(0,))
-"""The rows of x [T, H] that each slot of `source` belongs to, of x quantised; without gradient."""
-codes.defvjp(lambda options, x, source: (_codes_value(options, x, source), None), lambda *_: (None, None))
+"""The rows of x [T, H] that each slot of `source` [M] belongs to, of x quantised, without gradient. `inverse` [T, k]: the
+row of each slot."""
+codes.defvjp(lambda *given: (_codes_value(*given), None), lambda *_: (None, None, None))
 
 
 def _take_value(_: None, rows: Any, source: Any, inverse: Any) -> Any:

@@ -48,8 +48,9 @@ def _send_rule(run: Any, static: SendFacts, o: SendOperands) -> tuple[Any, ...]:
     sent = exchange.send_order(run, Exchange(*static[:-1]), o.experts, o.probs)
     facts = (sent.source, sent.experts, sent.inverse, sent.dropped, sent.probs)
     if static.codes is None:
-        return (*facts, routing.gather(run, o.x, sent.source, static.slots), None)
-    q = routed.rows_of(run, routed.codes_of(run, o.x, static.codes, o.count), sent.source, static.slots)
+        return (*facts, routing.gather(run, o.x, sent.source, static.slots, inverse=sent.inverse), None)
+    codes = routed.codes_of(run, o.x, static.codes, o.count)
+    q = routed.rows_of(run, codes, sent.source, static.slots, sent.inverse)
     return (*facts, q.values, q.scales)
 
 

@@ -260,7 +260,7 @@ def _permute_rule(run: Any, static: PermuteFacts, o: PermuteOperands) -> tuple[A
     tokens, slots = run.spec(o.experts).shape
     rows = row_count(tokens * slots, static.num_groups, static.align, static.max_rows)
     found = routing.order(run, o.experts, static.num_groups, rows, align=static.align, weights=o.probs)
-    return (routing.gather(run, o.x, found.source, slots), *found)
+    return (routing.gather(run, o.x, found.source, slots, inverse=found.inverse), *found)
 
 
 _PERMUTE = define("permute", _permute_rule, PermuteOperands, PermuteFacts, rows=("x", "experts", "probs"))

@@ -295,12 +295,15 @@ struct PadGroups {
 // result[r] = rows[source[r] / slots], zeros where source[r] is outside of 0 ... N * slots - 1. With weights it is
 // multiplied by weights[source[r]], in fp32 with one rounding; without, elements of any type are copied. Rows may be
 // single elements [N], and the source a matrix; the result has the axes of the source, then those of a row. With axis =
-// 1 columns are gathered: result[:, r] = rows[:, source[r] / slots], from rows [C, N] by a source [M].
+// 1 columns are gathered: result[:, r] = rows[:, source[r] / slots], from rows [C, N] by a source [M]. `places`, where
+// no slot comes twice: the row of each slot, any outside of 0 ... M - 1 for none. It says nothing that the source does
+// not say, so kernels may read either.
 struct GatherRows {
   static constexpr const char* kName = "gather_rows";
   TensorView rows;
   TensorView source;
   TensorView weights;
+  TensorView places;  // [N, slots]
   TensorView result;  // [M, H], [M], [T, k, H] or [T, k], the type of rows
   int64_t slots = 1;  // rows of the result that may come from one row
   int64_t axis = 0;   // 1: columns in place of rows
@@ -310,6 +313,7 @@ struct GatherRows {
     v.input("rows", rows, "[?, ?] | [?] any");
     v.input("source", source, "[M] | [T, k] int32");
     v.optional("weights", weights, "[?, ?] float32");
+    v.optional("places", places, "[?, ?] int32");
     v.output("result", result, "[?] | [?, ?] | [?, ?, ?] as rows");
     v.param("slots", slots);
     v.param("axis", axis);

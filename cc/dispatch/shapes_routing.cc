@@ -97,6 +97,7 @@ void own_rules(Check* check, const GatherRows& call) {
   check->require(!call.weights.present() || is_plain(from.dtype),
                  [&] { return Check::named("rows", from) + ", expected float32, bfloat16 or float16"; });
   check->shape_if_given("weights", call.weights, {from.dims[0], call.slots});
+  check->shape_if_given("places", call.places, {from.dims[columns ? 1 : 0], call.slots});
   int64_t dims[3] = {columns ? from.dims[0] : source.dims[0]};
   int rank = 1;
   if (columns) dims[rank++] = source.dims[0];

@@ -1,8 +1,9 @@
-// Rows gathered by slot, one launch; for large ones a memset and two.
+// Rows gathered by slot, one launch; for large ones whose places are not given a memset and two.
 //
 //   rows      source[4 rows] --/ slots--> 4 vectors of 16 bytes a thread, all under way at once --[* weight]--> result
 //   large     source --> place[slot], the row of the result; then a block per row reads it once and stores it at the
-//             places of its slots. Rows that no slot or a slot again comes to are listed, and gathered beside
+//             places of its slots. Rows that no slot or a slot again comes to are listed, and gathered beside; where
+//             the caller gave the places, rows without a slot are looked for in the source beside
 //   columns   a thread an element of the result's rows, 8 of which are under way
 //
 // Neighbouring threads have neighbouring vectors of a row (cc/device/common/row_threads.cuh). Where rows are not whole
@@ -124,31 +125,54 @@ __global__ void __launch_bounds__(kScatterThreads)
   to.listed[atomicAdd(to.last, 1u) + 1] = row;
 }
 
-// The first kListBlocks blocks go through the list.
-__global__ void __launch_bounds__(kScatterThreads) scatter_rows(const __grid_constant__ Gather p, const Places from) {
+// What is in the list.
+__device__ void gather_listed(const Gather& p, const Places& from, uint32_t vectors) {
+  const uint32_t count = *from.last + 1;
+  for (uint32_t i = blockIdx.x; i < count; i += kListBlocks) {
+    const uint64_t row = from.listed[i];
+    const uint32_t slot = static_cast<uint32_t>(p.source[row]);
+    const uint4* of = static_cast<const uint4*>(p.rows) + uint64_t{p.slots.quotient(slot)} * vectors;
+    for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+      __stcs(static_cast<uint4*>(p.result) + row * vectors + v, slot < p.limit ? __ldg(of + v) : uint4{});
+    }
+  }
+}
+
+// Zeros in rows without a slot, of which a block looks for some at a time.
+__device__ void clear_empty(const Gather& p, uint32_t count, uint32_t vectors) {
+  __shared__ uint32_t found, empty[kScatterThreads];
+  for (uint32_t first = blockIdx.x * kScatterThreads; first < count; first += kListBlocks * kScatterThreads) {
+    if (threadIdx.x == 0) found = 0;
+    __syncthreads();
+    for (uint32_t row = first + threadIdx.x; row < min(first + kScatterThreads, count); row += blockDim.x) {
+      if (static_cast<uint32_t>(p.source[row]) >= p.limit) empty[atomicAdd(&found, 1u)] = row;
+    }
+    __syncthreads();
+    for (uint32_t i = 0; i < found; ++i) {
+      uint4* to = static_cast<uint4*>(p.result) + uint64_t{empty[i]} * vectors;
+      for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) __stcs(to + v, uint4{});
+    }
+    __syncthreads();
+  }
+}
+
+// `count` rows of the result; kGiven: the caller knows the places. The first kListBlocks blocks see to the rows that no
+// place leads to.
+template <bool kGiven>
+__global__ void __launch_bounds__(kScatterThreads)
+    scatter_rows(const __grid_constant__ Gather p, const Places from, uint32_t count) {
   const uint32_t vectors = p.row_bytes / sizeof(uint4);
   const uint4* rows = static_cast<const uint4*>(p.rows);
   uint4* result = static_cast<uint4*>(p.result);
-  if (blockIdx.x < kListBlocks) {
-    const uint32_t count = *from.last + 1;
-    for (uint32_t i = blockIdx.x; i < count; i += kListBlocks) {
-      const uint64_t row = from.listed[i];
-      const uint32_t slot = static_cast<uint32_t>(p.source[row]);
-      const uint4* of = rows + uint64_t{p.slots.quotient(slot)} * vectors;
-      for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
-        __stcs(result + row * vectors + v, slot < p.limit ? __ldg(of + v) : uint4{});
-      }
-    }
-    return;
-  }
+  if (blockIdx.x < kListBlocks) return kGiven ? clear_empty(p, count, vectors) : gather_listed(p, from, vectors);
   const uint32_t row = blockIdx.x - kListBlocks, slots = p.each;
-  const uint32_t* place = from.place + row * slots;
+  const uint32_t* place = from.place + uint64_t{row} * slots;
   for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
     const uint4 value = __ldg(rows + uint64_t{row} * vectors + v);
 #pragma unroll 4
     for (uint32_t i = 0; i < slots; ++i) {
-      const uint64_t to = place[i];
-      if (to != kNowhere) __stcs(result + to * vectors + v, value);
+      const uint32_t to = place[i];
+      if (to < count) __stcs(result + uint64_t{to} * vectors + v, value);
     }
   }
 }
@@ -248,19 +272,26 @@ bool scatters(const GatherRows& c) {
          c.rows.dims[1] * dtype_bytes(c.rows.dtype) >= kLeastVectors * int64_t{sizeof(uint4)};
 }
 
-size_t workspace(const GatherRows& call, const Target&) { return scatters(call) ? Places::bytes(call) : 0; }
+size_t workspace(const GatherRows& call, const Target&) {
+  return scatters(call) && !call.places.present() ? Places::bytes(call) : 0;
+}
 
 void launch_scatter(const Gather& p, const GatherRows& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
-  const Places places = Places::at(context.workspace, p.limit);
   const uint32_t rows = static_cast<uint32_t>(call.source.elements());
+  const unsigned blocks = kListBlocks + static_cast<unsigned>(call.rows.dims[0]);
+  const unsigned threads = std::min(kScatterThreads, (p.row_bytes / unsigned{sizeof(uint4)} + 31) / 32 * 32);
+  if (call.places.present()) {
+    scatter_rows<true><<<blocks, threads, 0, stream>>>(p, Places{nullptr, call.places.as<uint32_t>(), nullptr}, rows);
+    GROUPED_CUDA_CHECK(cudaGetLastError());
+    return;
+  }
+  const Places places = Places::at(context.workspace, p.limit);
   GROUPED_CUDA_CHECK(cudaMemsetAsync(places.last, 0xff, sizeof(uint32_t) * (size_t{p.limit} + 1), stream));
   find_places<<<(rows + kScatterThreads - 1) / kScatterThreads, kScatterThreads, 0, stream>>>(p.source, rows, p.limit,
                                                                                               places);
   GROUPED_CUDA_CHECK(cudaGetLastError());
-  const unsigned blocks = kListBlocks + static_cast<unsigned>(call.rows.dims[0]);
-  const unsigned threads = std::min(kScatterThreads, (p.row_bytes / unsigned{sizeof(uint4)} + 31) / 32 * 32);
-  scatter_rows<<<blocks, threads, 0, stream>>>(p, places);
+  scatter_rows<false><<<blocks, threads, 0, stream>>>(p, places, rows);
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -200,6 +200,7 @@ def routed(experts: int, tokens: int, width: int, bins: int) -> Iterator[Call]:
         yield routing.gather_rows(rows, source, k)
         if dtype != "uint8":
             yield routing.gather_rows(rows, source, k, weights)
+            yield routing.gather_rows(rows, source, k, None, chosen)
             many = ArraySpec((tokens * k, width), dtype)
             yield routing.combine_rows(many, chosen, "bfloat16", weights)
             yield routing.combine_rows(many, chosen, "float32", into=ArraySpec((tokens, width), "float32"))

@@ -465,16 +465,17 @@ def test_gathered_rows(kernel, width, dtype, slots_per_row, weighted, unaligned)
     source[5], source[6] = 2**31 - 1, -(2**31)
     weights = draw(37, slots_per_row, seed="weights") if weighted else None
     call = routing.gather_rows(spec_of(rows), spec_of(source), slots_per_row, spec_of(weights) if weighted else None)
-    (found,) = Native(kernel, unaligned=unaligned)(call, [rows, source, weights])
+    (found,) = Native(kernel, unaligned=unaligned)(call, [rows, source, weights, None])
     asserts.zero(found[[5, 6]].astype(np.float32), "rows without a source")
 
 
 @pytest.mark.rule("LYR-5", "MAT-7")
 @pytest.mark.parametrize("kernel", kernels("gather_rows"))
 @pytest.mark.parametrize(("width", "unaligned"), [(2816, False), (2816, True), (2820, False)])
-@pytest.mark.parametrize("order", ["permuted", "any"])
+@pytest.mark.parametrize("order", ["permuted", "placed", "any"])
 def test_gathered_rows_of_a_large_result(kernel, width, unaligned, order):
-    """Of 26 MB, which kernels may write in another order: each slot once, or any slots again and again."""
+    """Of 26 MB, which kernels may write in another order: each slot once, its place given or not, or any again and
+    again."""
     rows, slots, count = draw(1500, width).astype(cases.numpy_dtype("bfloat16")), 3, 4700
     generator = np.random.default_rng(3)
     source = np.concatenate([generator.permutation(1500 * slots), np.full(count - 1500 * slots, -1)]).astype(np.int32)
@@ -485,8 +486,16 @@ def test_gathered_rows_of_a_large_result(kernel, width, unaligned, order):
             2**31 - 1,
         )
         source[20:40] = source[20]
-    call = routing.gather_rows(spec_of(rows), spec_of(source), slots)
-    (found,) = Native(kernel, unaligned=unaligned)(call, [rows, source, None])
+    places = None
+    if order == "placed":
+        source[10:3000:3] = -1  # slots without a row, and rows without a slot
+        places = np.full(1500 * slots, -1, np.int32)
+        places[source[source >= 0]] = np.flatnonzero(source >= 0)
+        places = np.where(places < 0, np.resize([-1, count, 2**31 - 1, -(2**31)], places.shape), places)
+        places = places.astype(np.int32).reshape(1500, slots)
+    given = None if places is None else spec_of(places)
+    call = routing.gather_rows(spec_of(rows), spec_of(source), slots, None, given)
+    (found,) = Native(kernel, unaligned=unaligned)(call, [rows, source, None, places])
     asserts.zero(found[source < 0].astype(np.float32), "rows without a source")
 
 
