@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from grouped_core import activations, linear_spec, memory, mlp_spec, scaling
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
-from grouped_core.formats import Format, QTensor, wide
+from grouped_core.formats import QTensor, wide
 from grouped_core.linear_spec import Linear, Names, implementation_names, recipe_option
 from grouped_core.lora import LORA
 from grouped_core.memory import Span
@@ -27,11 +27,10 @@ from grouped_core.plans import Planner
 from grouped_core.products import in_form, operand_spec, quantized_spec
 from grouped_core.ranks import check_member, check_rank, letters
 from grouped_core.recipes import BoundRecipe, Recipe
-from grouped_core.routing_spec import check_routed_mlp
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._cache import Cache
-from torch_bridge._checks import MLP_NAMES, NAMES, ROUTED_NAMES, address, check_memory, check_operand, refuse_transforms
+from torch_bridge._checks import MLP_NAMES, NAMES, address, check_memory, check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import FactsCache
 from torch_bridge._scaling import Scaling
@@ -47,36 +46,17 @@ from torch_bridge._tensors import (
     members,
     parts_of,
     rows_spec,
-    settle_rows,
     tensors_of,
 )
+from torch_bridge._weight_forms import WeightForms
 from torch_bridge.exchange import is_foreign
-from torch_bridge.sizes import prepare_sizes, saturate
+from torch_bridge.sizes import prepare_sizes
 
 Members = Tensor | Sequence[Tensor]
 """One packed tensor, or a list of one tensor per group."""
 
 Accumulators = str | tuple[Tensor | Sequence[Tensor | None] | None, Tensor | Sequence[Tensor | None] | None]
 """The argument `wgrad_accum` of an MLP: "main_grad", or a pair for the two weights."""
-
-
-class WeightForms(Protocol):
-    """The cache of a layer: it keeps the quantised weight between forward passes."""
-
-    def __call__(
-        self,
-        weight: Tensor | list[Tensor],
-        wanted: tuple[tuple[int, Format], ...],
-        scale: Tensor | None,
-        amax: Tensor | None,
-        scale_mark: tuple[Any, ...],
-    ) -> Sequence[QTensor[Tensor]]:
-        """The weight quantised for each requested axis and format; delayed scaling updates `amax` with its amax.
-
-        Args:
-            scale: [G], scales of delayed scaling. scale_mark: identifies the scales; it differs after each update.
-        """
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -200,7 +180,7 @@ def _check_linear(
     transposed, recipe, scale_bias, rows_hint, names = options
     x_master, w_master = masters
     first = home(rows)
-    _check_rows(NAMES.x, rows, first)
+    check_rows(NAMES.x, rows, first)
     sizes, _ = prepare_sizes(sizes, first, NAMES)
     _check_weight(("linear", "w"), NAMES.w, weight, first, transposed=transposed)
     if bias is not None:
@@ -245,58 +225,46 @@ def mlp_arguments(
     caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
     *,
     join: bool = True,
-    names: MlpNames = MLP_NAMES,
+    kind: MlpKind | None = None,
 ) -> Arguments:
     """The checked arguments of `grouped_mlp`; it raises the same errors.
 
     Args:
         recipe: may also be a pair of bound recipes, for two layers that each have their own scaling state.
         join: whether gate and linear half are concatenated if they have to be quantised; otherwise that is refused.
-        names: of the arguments. With `ROUTED_NAMES` they are those of `routed_mlp`: the sizes are the experts.
+        kind: of another MLP, whose arguments correspond to these.
     """
-    routed = names is ROUTED_NAMES
-    refuse_transforms("routed_mlp" if routed else "grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
-    sizes, rows_hint = (group_sizes, 0) if routed else unwrap(group_sizes)
+    operation, names, unwrapped, check = kind or _OF_ROWS
+    refuse_transforms(operation, x, wi, wo, probs, wi_bias, wo_bias)
+    sizes, rows_hint = unwrapped(group_sizes)
     of_layers = isinstance(recipe, tuple) and len(recipe) == 2 and isinstance(recipe[0], BoundRecipe)
     bounds = recipe if of_layers else (recipe_option(recipe),)
     pinned = implementation_names(implementation)
     paired = is_pair(wi)
     options = (names, bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint, pinned, paired)
-    if paired and join and mlp_spec.joins(op := _mlp(options), _with_master(x)[1]):
+    if paired and join and mlp_spec.joins(op := mlp_of(options), _with_master(x)[1]):
         wi, options = _joined_pair(op, wi, wgrad_accum), (*options[:-1], False)
     weights, biases, of_weights = (wi, wo), (wi_bias, wo_bias), (names.wi, names.wo)
-    return _arguments(_check_mlp, of_weights, x, weights, sizes, probs, biases, options, bounds, wgrad_accum, caches)
+    return _arguments(check, of_weights, x, weights, sizes, probs, biases, options, bounds, wgrad_accum, caches)
 
 
-def routed_arguments(
-    x: Any,
-    experts: Any,
-    weights: Any,
-    wi: Any,
-    wo: Any,
-    rhs_transposed: bool,
-    activation: str | Activation,
-    wi_bias: Members | None,
-    wo_bias: Members | None,
-    recipe: Any,
-    residuals: str | Residuals,
-    wgrad_accum: Any,
-    implementation: str | Sequence[str] | None,
-    caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
-) -> Arguments:
-    """The checked arguments of `routed_mlp`; it raises the same errors. Their `sizes` are the experts."""
-    if isinstance(experts, Tensor):
-        if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
-            raise TypeError(
-                f"`{ROUTED_NAMES.sizes}` of routed_mlp: dtype {dtype_name(experts.dtype)}, expected integers; pass "
-                "numbers of experts."
-            )
-        experts = saturate(experts)
-    base = (x, wi, wo, experts, rhs_transposed, activation, weights, wi_bias, wo_bias, recipe, residuals)
-    return mlp_arguments(*base, wgrad_accum, implementation, caches, names=ROUTED_NAMES)
+class MlpKind(NamedTuple):
+    """The differences between the MLPs of rows and of tokens.
+
+    Attributes:
+        operation: its name, names: of its arguments, for messages.
+        unwrapped: the argument with the sizes or experts -> (the integers, hint of rows per group or 0).
+        check: as in `_arguments`.
+    """
+
+    operation: str
+    names: MlpNames
+    unwrapped: Callable[[Any], tuple[Any, int]]
+    check: Callable[..., tuple[Tensor, Mlp, MlpSpecs]]
 
 
-def _mlp(options: Sequence[Any]) -> Mlp:
+def mlp_of(options: Sequence[Any]) -> Mlp:
+    """The operation with the options of `mlp_arguments`."""
     names, transposed, activation, recipe, residuals, rows_hint, pinned, paired = options
     return Mlp(
         names,
@@ -314,55 +282,47 @@ def _check_mlp(
     operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], masters: tuple[Any, ...]
 ) -> tuple[Tensor, Any, Any]:
     """(sizes as the kernels read them, the operation, specs); raises if the operands do not fit together."""
-    rows, wi, wo, sizes, probs, wi_bias, wo_bias = operands
-    op = _mlp(options)
-    names, first = op.names, home(rows)
-    routed = names == ROUTED_NAMES
-    _check_rows(names.x, rows, first)
-    if routed:
-        _check_routing(rows, sizes, probs)
-    else:
-        sizes, _ = prepare_sizes(sizes, first, Names(names.x, names.wi))
-        if probs is not None:
-            check_operand(names.probs, probs, first)
+    rows, wi, wo, sizes, probs, *biases = operands
+    op, first = mlp_of(options), home(rows)
+    check_rows(op.names.x, rows, first)
+    sizes, _ = prepare_sizes(sizes, first, Names(op.names.x, op.names.wi))
+    if probs is not None:
+        check_operand(op.names.probs, probs, first)
+    of_wi, of_wo, *of_biases = weight_specs(op, wi, wo, biases, first)
+    specs = MlpSpecs(packed_spec(rows, 0), of_wi, of_wo, packed_spec(probs, 0), *of_biases)
+    mlp_spec.check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
+    return sizes, *checked_mlp(op, specs, bounds, masters, first)
+
+
+_OF_ROWS = MlpKind("grouped_mlp", MLP_NAMES, unwrap, _check_mlp)
+
+
+def weight_specs(op: Mlp, wi: Any, wo: Any, biases: Sequence[Any], first: Tensor) -> tuple[Any, ...]:
+    """The specs of both weights and of both biases, after checks of each by itself; `first`: determines the device."""
+    names = op.names
     if op.paired:
         for at, half in enumerate(wi):
             check_operand(f"{names.wi}[{at}]", half, first)
         mlp_spec.check_pair(op, *map(fixed_spec, wi))
-        wi_spec: Any = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, wi))))
+        of_wi: Any = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, wi))))
     else:
         _check_weight(("mlp", "wi"), names.wi, wi, first, transposed=op.transposed)
-        wi_spec = packed_spec(wi, 3)
+        of_wi = packed_spec(wi, 3)
     _check_weight(("mlp", "wo"), names.wo, wo, first, transposed=op.transposed)
-    for name, bias in (("wi_bias", wi_bias), ("wo_bias", wo_bias)):
+    for name, bias in zip(("wi_bias", "wo_bias"), biases, strict=True):
         if bias is not None:
             check_members(("mlp", name), getattr(names, name), bias, first)
-    probs_spec, *of_biases = packed_spec(probs, 0), packed_spec(wi_bias, 2), packed_spec(wo_bias, 2)
-    specs = given = MlpSpecs(packed_spec(rows, 0), wi_spec, packed_spec(wo, 3), probs_spec, *of_biases)
-    sizes_spec = ArraySpec(specs.wo.shape[:1], "int32") if routed else fixed_spec(sizes)
-    if routed:  # the MLP is that of the rows of slots, in as many groups as there are weights
-        count = given.x.shape[0] * int(sizes.shape[1])
-        x_spec = ArraySpec((count, given.x.shape[1]), given.x.dtype)
-        specs = given._replace(x=x_spec, probs=ArraySpec((count,), probs_spec.dtype))
-    if routed and isinstance(rows, QTensor):  # formats are checked here; where gradients are concerned rows are plain
-        mlp_spec.check(op, *given[:3], sizes_spec, None, *of_biases)
-    else:
-        mlp_spec.check(op, *specs[:3], sizes_spec, *specs[3:])
+    return of_wi, packed_spec(wo, 3), *[packed_spec(bias, 2) for bias in biases]
+
+
+def checked_mlp(
+    op: Mlp, specs: MlpSpecs, bounds: tuple[BoundRecipe, ...], masters: tuple[Any, ...], first: Tensor
+) -> tuple[Mlp, MlpSpecs]:
+    """(the operation, its specs), of which all but the bound recipes is checked; `masters`: of x and both weights."""
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
     dtypes = tuple([master and master.dtype for master in masters[1:]])  # those of gradients
-    return sizes, dataclasses.replace(op, master_dtypes=dtypes), MlpSpecs(*map(_static, specs))
-
-
-def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: Tensor) -> None:
-    """Checks tokens [T, K] and their experts and weights [T, k]. Raises TypeError or ValueError."""
-    names, x = ROUTED_NAMES, home(tokens)
-    check_operand(names.sizes, experts, x)
-    check_operand(names.probs, weights, x)
-    settle_rows(x, experts, weights)  # values of tokens have T rows in every format whose scales are per row
-    check_routed_mlp(packed_spec(tokens, 0), rows_spec(experts), rows_spec(weights))
-    for each in (experts, weights):
-        torch._check(each.shape[0] == x.shape[0])  # torch.compile may have given them symbols of their own
+    return dataclasses.replace(op, master_dtypes=dtypes), MlpSpecs(*map(_static, specs))
 
 
 def is_pair(operand: Any) -> bool:
@@ -544,7 +504,8 @@ def _static(spec: OperandSpec | None) -> Any:
     return spec._replace(shape=shape)
 
 
-def _check_rows(name: str, rows: Any, first: Tensor) -> None:
+def check_rows(name: str, rows: Any, first: Tensor) -> None:
+    """Checks rows, quantised or not, as operands on the device of `first`. Raises TypeError or ValueError."""
     if isinstance(rows, QTensor):
         for part in parts_of(rows):
             check_operand(name, part, first)

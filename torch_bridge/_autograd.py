@@ -12,18 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core.formats import QTensor
 from torch_bridge import _saved
 from torch_bridge._args import Arguments, Checked, check_buffers, check_gradient
 from torch_bridge._checks import NAMES
 from torch_bridge._compiling import is_compiling
-from torch_bridge._gradients import (
-    Owner,
-    Route,
-    WeightGradient,
-    check_listed_once,
-    once_differentiable,
-)
+from torch_bridge._gradients import Owner, Route, WeightGradient, check_listed_once
+from torch_bridge._once import once_differentiable
 from torch_bridge._record import Prepared
 from torch_bridge._scaling import Scaling, with_copied_scales
 from torch_bridge._tensors import Form, Layouts, as_read, pack, unpack
@@ -75,17 +69,6 @@ MainGradients = tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
 
 def _rows_of_x(given: Arguments) -> Any:
     return given.x.shape[0]
-
-
-def rows_of_tokens(given: Arguments) -> Any:
-    """M of tokens [T, K] whose `sizes` are their experts [T, k].
-
-    Where rows are quantised it is a number, because lengths of their forms are no multiples of a symbol.
-    """
-    rows, recipe = given.x.shape[0] * int(given.sizes.shape[1]), given.checked.op.recipe
-    operands = [given.x, *given.weights, *[each for _, each in given.base]]
-    quantised = recipe is not None and recipe.quantized
-    return int(rows) if quantised or any(isinstance(each, QTensor) for each in operands) else rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from torch_bridge import _codec, main_grad
-from torch_bridge._args import WeightForms, leaf_names
+from torch_bridge._args import leaf_names
 from torch_bridge._autograd import Operation, Owners, differentiable
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import Owner, check_listed_once
 from torch_bridge._tensors import master_of, members, settle_rows
+from torch_bridge._weight_forms import WeightForms
 
 OPERATIONS: dict[str, Operation] = {}
 """The operations by name, because a graph can hold a name but not an operation."""

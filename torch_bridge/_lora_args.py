@@ -25,7 +25,6 @@ from torch_bridge._args import (
     Checked,
     Lists,
     Members,
-    WeightForms,
     accumulators_of_product,
     check_apart_from_operands,
     check_members,
@@ -33,11 +32,12 @@ from torch_bridge._args import (
     lists_of,
     mlp_arguments,
     packed_spec,
-    routed_arguments,
     whole_operand,
 )
 from torch_bridge._checks import check_operand, refuse_transforms
+from torch_bridge._routed_args import routed_arguments
 from torch_bridge._tensors import StraightThrough, fixed_spec, home, members
+from torch_bridge._weight_forms import WeightForms
 
 LORA_NAMES = (f"{LORA}[0]", f"{LORA}[1]")
 MLP_LORA_NAMES = tuple(f"{place}[{at}]" for place in lora_mlp.PLACES for at in (0, 1))

@@ -15,7 +15,7 @@ from grouped_core import routing
 from grouped_core.routing_spec import Router, row_count
 from torch_bridge import _saved
 from torch_bridge._compiling import is_compiling
-from torch_bridge._gradients import once_differentiable
+from torch_bridge._once import once_differentiable
 from torch_bridge._operators import call, define
 from torch_bridge._tensors import as_read, dtype_name
 

@@ -17,9 +17,10 @@ from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.lora import LORA
 from torch_bridge import _autocast, _codec, _fake, linear, mlp, route, routed
-from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments, routed_arguments
+from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments
 from torch_bridge._lora_args import adapted_arguments, adapted_mlp_arguments, adapted_routed_arguments
 from torch_bridge._record import arch_of
+from torch_bridge._routed_args import routed_arguments
 from torch_bridge._tensors import home, master_of
 from torch_bridge.moe import moe
 from torch_bridge.quantize import check_dequantize, check_quantize, dequantize, quantize

@@ -23,11 +23,12 @@ from torch_bridge._args import Arguments, Members, linear_arguments
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import NAMES
-from torch_bridge._gradients import WeightGradient, with_forms
+from torch_bridge._gradients import WeightGradient
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import StraightThrough
+from torch_bridge._weight_forms import with_forms
 
 
 def grouped_linear(

@@ -7,7 +7,7 @@ activations, else F.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,11 +27,12 @@ from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import MLP_NAMES
-from torch_bridge._gradients import Tokens, WeightGradient, with_forms
+from torch_bridge._gradients import WeightGradient
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Rule, prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import StraightThrough
+from torch_bridge._weight_forms import with_forms
 
 
 def grouped_mlp(
@@ -230,7 +231,7 @@ def in_stages(
     at_hidden: list[tuple[Any, ...]],
     first: list[tuple[Any, ...]],
     deliver: Deliver,
-    tokens: Tokens | None = None,
+    of_wi: Callable[..., WeightGradient] = WeightGradient,
 ) -> MainGradients:
     """Backward in two stages, each followed by the gradient of its weight.
 
@@ -238,7 +239,7 @@ def in_stages(
         at_hidden, first: lists with the operands of the two stages, of the second one those that are no results of the
             first. Both are emptied, and the caller holds none of these operands, so that rows and quantised weights are
             freed once no launch reads them.
-        tokens: of which the gradient of wi gathers its rows; None: the second stage gives them.
+        of_wi: makes the gradient of wi from the arguments of `WeightGradient`.
     """
     facts = saved.facts
     needs, specs, (fc1, fc2) = facts.needs, facts.specs, facts.products
@@ -252,7 +253,7 @@ def in_stages(
         del dh, of_dh
         dx, db1, rows, dh = call_prepared(facts.backward[1], operands, saved.rows)
         if needs.wi:
-            deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes, saved.rows, tokens))
+            deliver(0, of_wi(fc1, specs.wi, rows, dh, sizes, saved.rows))
     return dx, dp, (db1, db2)
 
 

@@ -7,7 +7,8 @@ For backward it keeps the tokens, not their rows. Letters: T tokens, k experts p
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,14 @@ from grouped_core.mlp_spec import Mlp, MlpNeeds, Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing import Order
 from torch_bridge import _adapted_mlp, _autocast, _saved
-from torch_bridge._args import Accumulators, Arguments, Members, routed_arguments
-from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved, rows_of_tokens
+from torch_bridge._args import Accumulators, Arguments, Members
+from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import ROUTED_NAMES
-from torch_bridge._gradients import Tokens
+from torch_bridge._gradients import WeightFacts, WeightGradient, WeightOperands, weight_grad
 from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import prepare
+from torch_bridge._routed_args import routed_arguments, rows_of_tokens
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling, X
 from torch_bridge._tensors import StraightThrough, home, rows_spec
 from torch_bridge.mlp import NO_EXTRAS, GradFacts, facts_of, in_stages, needs_of, weights_of
@@ -166,6 +169,48 @@ _FIRST_PRODUCT = define(
 )
 
 
+GatheredOperands = namedtuple("GatheredOperands", "x source scale dy sizes into into_up")
+"""Operands of the gradient of wi whose rows are gathered when it is computed."""
+
+
+def _gathered_rule(run: Any, static: tuple[WeightFacts, int], o: GatheredOperands) -> list[Any]:
+    facts, slots = static
+    op, weight, _, _ = facts
+    rows = rules.first_rows(run, op, weight, o.x, o.source, slots, o.sizes, o.scale)
+    return weight_grad(run, facts, WeightOperands(rows, o.dy, o.sizes, o.into, o.into_up))
+
+
+_GATHERED = define(
+    "routed_weight_grad",
+    _gathered_rule,
+    GatheredOperands,
+    rows=("dy",),
+    written=("into", "into_up"),
+    derived=("x", "source"),
+)
+
+
+@dataclass(slots=True, eq=False)
+class _GatheredGradient(WeightGradient):
+    """The gradient of wi, whose rows are gathered when it is computed: those of x [T, K] at `source` [M].
+
+    Attributes:
+        slots: per token. scale: quantisation scales [G] of delayed scaling, or None.
+    """
+
+    x: Any
+    source: Any
+    slots: int
+    scale: Any
+
+    def launch(self, facts: WeightFacts, into: Any, into_up: Any) -> list[Any]:
+        operands = (self.x, self.source, self.scale, self.dy, self.sizes, into, into_up)  # those of GatheredOperands
+        return call_prepared(prepare(_GATHERED, (facts, self.slots)), operands, self.count)
+
+    def read(self) -> tuple[Any, ...]:
+        return self.x, self.dy, self.source, self.scale
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Forward and backward
 
@@ -204,16 +249,18 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     facts = saved.facts
     again, of_weight = _kept_tokens(facts)
     scaling = saved.scaling
-    tokens, rows_of = None, x if of_weight else None
+    of_wi: Callable[..., WeightGradient] = WeightGradient
+    rows_of = x if of_weight else None
     if of_weight and not rules.measures_rows(facts.op):  # then rows are gathered where the gradient is computed
-        tokens, rows_of = Tokens(x, source, inverse.shape[1], scaling.scale(0, X)), None
+        slots, scale = inverse.shape[1], scaling.scale(0, X)
+        of_wi, rows_of = partial(_GatheredGradient, x=x, source=source, slots=slots, scale=scale), None
     buffer, of_both = grad_input if facts.needs.x else None, scaling.extras(2, BACKWARD, key, training=True)
     rows, biases = (x if again else None, h, z), (wi_bias, wo_bias)
     at_hidden = [(*rows, wi, wo, sizes, source, inverse, probs, *biases, dy, of_both)]  # those of HiddenOperands
     of_first = scaling.extras(1, BACKWARD, key, training=True)
     first = [(rows_of, wi, sizes, source, inverse, buffer, of_first)]  # those of FirstOperands, from x on
     del x, h, z, rows, rows_of, wi, wo
-    return in_stages(saved, sizes, at_hidden, first, deliver, tokens)
+    return in_stages(saved, sizes, at_hidden, first, deliver, of_wi)
 
 
 ROUTED = Operation(
