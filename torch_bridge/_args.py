@@ -173,12 +173,12 @@ _WEIGHT = (NAMES.w,)
 
 
 def _check_linear(
-    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], masters: tuple[Any, ...]
+    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> tuple[Tensor, Any, Any]:
     """(sizes as the kernels read them, the operation, specs); raises if the operands do not fit together."""
     rows, weight, sizes, row_scale, bias = operands
     transposed, recipe, scale_bias, rows_hint, names = options
-    x_master, w_master = masters
+    x_dtype, w_dtype = dtypes
     first = home(rows)
     check_rows(NAMES.x, rows, first)
     sizes, _ = prepare_sizes(sizes, first, NAMES)
@@ -188,19 +188,14 @@ def _check_linear(
     if row_scale is not None:
         check_operand(NAMES.row_scale, row_scale, first)
     op = Linear(
-        NAMES,
-        transposed=transposed,
-        recipe=recipe,
-        scale_bias=scale_bias,
-        rows_hint=rows_hint,
-        implementation=names,
+        NAMES, transposed=transposed, recipe=recipe, scale_bias=scale_bias, rows_hint=rows_hint, implementation=names
     )
-    specs = (packed_spec(rows, 0), packed_spec(weight, 3), packed_spec(bias, 2), packed_spec(row_scale, 0))
+    specs = (packed_spec(rows, rows=True), packed_spec(weight), packed_spec(bias), packed_spec(row_scale, rows=True))
     linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
     check_bound(bounds[0], specs[1].shape[0], first)
     if isinstance(rows, QTensor) or isinstance(weight, QTensor):  # gradients have the dtypes of the master tensors
-        op = dataclasses.replace(op, recipe=op.resolve(*specs[:2]), wgrad_dtype=w_master and w_master.dtype)
-        specs = (specs[0]._replace(dtype=x_master.dtype if x_master else specs[0].dtype), *specs[1:])
+        op = dataclasses.replace(op, recipe=op.resolve(*specs[:2]), wgrad_dtype=w_dtype)
+        specs = (specs[0]._replace(dtype=x_dtype or specs[0].dtype), *specs[1:])
     return sizes, op, tuple(map(_static, specs))
 
 
@@ -279,7 +274,7 @@ def mlp_of(options: Sequence[Any]) -> Mlp:
 
 
 def _check_mlp(
-    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], masters: tuple[Any, ...]
+    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> tuple[Tensor, Any, Any]:
     """(sizes as the kernels read them, the operation, specs); raises if the operands do not fit together."""
     rows, wi, wo, sizes, probs, *biases = operands
@@ -289,9 +284,9 @@ def _check_mlp(
     if probs is not None:
         check_operand(op.names.probs, probs, first)
     of_wi, of_wo, *of_biases = weight_specs(op, wi, wo, biases, first)
-    specs = MlpSpecs(packed_spec(rows, 0), of_wi, of_wo, packed_spec(probs, 0), *of_biases)
+    specs = MlpSpecs(packed_spec(rows, rows=True), of_wi, of_wo, packed_spec(probs, rows=True), *of_biases)
     mlp_spec.check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
-    return sizes, *checked_mlp(op, specs, bounds, masters, first)
+    return sizes, *checked_mlp(op, specs, bounds, dtypes, first)
 
 
 _OF_ROWS = MlpKind("grouped_mlp", MLP_NAMES, unwrap, _check_mlp)
@@ -307,22 +302,21 @@ def weight_specs(op: Mlp, wi: Any, wo: Any, biases: Sequence[Any], first: Tensor
         of_wi: Any = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, wi))))
     else:
         _check_weight(("mlp", "wi"), names.wi, wi, first, transposed=op.transposed)
-        of_wi = packed_spec(wi, 3)
+        of_wi = packed_spec(wi)
     _check_weight(("mlp", "wo"), names.wo, wo, first, transposed=op.transposed)
     for name, bias in zip(("wi_bias", "wo_bias"), biases, strict=True):
         if bias is not None:
             check_members(("mlp", name), getattr(names, name), bias, first)
-    return of_wi, packed_spec(wo, 3), *[packed_spec(bias, 2) for bias in biases]
+    return of_wi, packed_spec(wo), *[packed_spec(bias) for bias in biases]
 
 
 def checked_mlp(
-    op: Mlp, specs: MlpSpecs, bounds: tuple[BoundRecipe, ...], masters: tuple[Any, ...], first: Tensor
+    op: Mlp, specs: MlpSpecs, bounds: tuple[BoundRecipe, ...], dtypes: tuple[Any, ...], first: Tensor
 ) -> tuple[Mlp, MlpSpecs]:
-    """(the operation, its specs), of which all but the bound recipes is checked; `masters`: of x and both weights."""
+    """(the operation, its specs), of which all but the bound recipes is checked; `dtypes`: as in `_arguments`."""
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
-    dtypes = tuple([master and master.dtype for master in masters[1:]])  # those of gradients
-    return dataclasses.replace(op, master_dtypes=dtypes), MlpSpecs(*map(_static, specs))
+    return dataclasses.replace(op, master_dtypes=dtypes[1:]), MlpSpecs(*map(_static, specs))
 
 
 def is_pair(operand: Any) -> bool:
@@ -367,7 +361,8 @@ def _arguments(
     """The checked arguments of an operation.
 
     Args:
-        check: of its operands and options, called where the result for their facts is not known yet.
+        check: of its operands, what is bound, its options, and the dtypes of the master tensors of x and the weights;
+            called where the result for their facts is not known yet.
         names: of its weights, which also tell the operations apart.
         sizes: or experts. row_scale: or probabilities.
         options: hashable. bounds: what belongs to all products, or one for each.
@@ -401,7 +396,8 @@ def _arguments(
         else:
             found = None if cache is None else cache.find(arrays)
     if found is None:
-        checked_sizes, op, specs = check(operands, bounds, options, masters or (None,) * (1 + len(weights)))
+        dtypes = tuple([each and each[0] for each in masters]) or (None,) * (1 + len(weights))
+        checked_sizes, op, specs = check(operands, bounds, options, dtypes)
         found = Checked(op, specs, lists_of(leaves_of, biases), names)
         if cache is not None and checked_sizes is sizes:
             cache.keep(arrays, 0, found)
@@ -413,26 +409,15 @@ def _arguments(
     accumulators: tuple[Sequence[Tensor | None], ...] = _NO_ACCUMULATORS[: len(weights)]
     if wgrad_accum is not None:
         accumulators = _accumulators(wgrad_accum, names, leaves_of, found.specs[1 : 1 + len(weights)], x)
+    to_main_grad = isinstance(wgrad_accum, str)
     arguments = Arguments(
-        x,
-        weights,
-        sizes,
-        biases,
-        row_scale,
-        leaf,
-        leaves_of,
-        found,
-        bound_scaling,
-        isinstance(wgrad_accum, str),
-        accumulators,
-        caches,
+        x, weights, sizes, biases, row_scale, leaf, leaves_of, found, bound_scaling, to_main_grad, accumulators, caches
     )
     if wgrad_accum is not None and any(accumulators):
-        parts = [[each] for each in accumulators[0]] if len(weights) == 1 else accumulators
         single = isinstance(wgrad_accum, Tensor)
-        of_parts = [NAMES.accum if single else f"{NAMES.accum}[{at}]" for at in range(len(parts))]
-        written = [(name, each) for name, part in zip(of_parts, parts, strict=True) for each in part]
-        check_apart_from_operands(written, arguments)
+        parts = [[each] for each in accumulators[0]] if len(weights) == 1 else accumulators
+        named = [(NAMES.accum if single else f"{NAMES.accum}[{at}]", part) for at, part in enumerate(parts)]
+        check_apart_from_operands([(name, each) for name, part in named for each in part], arguments)
     return arguments
 
 
@@ -445,31 +430,17 @@ def _arrays(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
     arrays: list[Any] = []
     layouts: list[Any] = []
     for each in operands:
-        if isinstance(each, QTensor):
-            arrays += parts_of(each)
-            facts = [(form.format, form.axis, tuple(form.shape), form.dtype) for form in forms_of(each)]
-            layouts.append((*facts, *[part is None for form in forms_of(each) for part in form.slots]))
-        else:
-            arrays.append(each)
+        forms = forms_of(each) if isinstance(each, QTensor) else []
+        arrays += [part for form in forms for part in form.slots] or [each]
+        layouts.append(tuple([(form.format, form.axis, tuple(form.shape), form.dtype) for form in forms]))
     return tuple(arrays), layouts
 
 
-class _Master(NamedTuple):
-    """Facts of the master tensors of a quantised operand: the dtype as a spec names it, and their form."""
-
-    dtype: str
-    tensors: int
-    packed: bool
-
-
-def _with_master(operand: Any) -> tuple[Any, Any, _Master | None]:
-    """(what receives the gradient, the operand itself, facts of the former if it is the master of a quantised one)."""
-    master = master_of(operand)
-    if master is None or master is operand:
-        return master, operand, None
-    several = members(master)
-    facts = _Master(dtype_name(several[0].dtype), len(several), is_packed(several))
-    return master, operand.q if isinstance(operand, StraightThrough) else operand, facts
+def _with_master(operand: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
+    """(what receives the gradient, the operand itself, the dtype and the form of the former if it is a master)."""
+    if not isinstance(operand, StraightThrough):
+        return master_of(operand), operand, None
+    return operand.master, operand.q, (dtype_name(members(operand.master)[0].dtype), *lists_of((operand.master,), ()))
 
 
 def whole_operand(operand: Any) -> Any:
@@ -477,18 +448,14 @@ def whole_operand(operand: Any) -> Any:
     return list(operand) if isinstance(operand, tuple) else operand
 
 
-def packed_spec(operand: Any, packed_rank: int) -> Any:
-    """The spec of an operand; a list has the spec of the packed tensor, and None has none.
-
-    Args:
-        packed_rank: number of axes of the packed tensor; 0 for an operand of rows.
-    """
+def packed_spec(operand: Any, *, rows: bool = False) -> Any:
+    """The spec of an operand, which may have rows; a list has the spec of the packed tensor, and None has none."""
     if operand is None:
         return None
     if isinstance(operand, QTensor):
         return quantized_spec(operand, fixed_spec)
     if isinstance(operand, Tensor):
-        return fixed_spec(operand) if packed_rank else rows_spec(operand)
+        return rows_spec(operand) if rows else fixed_spec(operand)
     one = fixed_spec(operand[0])
     return ArraySpec((len(operand), *one.shape), one.dtype)
 
@@ -506,21 +473,18 @@ def _static(spec: OperandSpec | None) -> Any:
 
 def check_rows(name: str, rows: Any, first: Tensor) -> None:
     """Checks rows, quantised or not, as operands on the device of `first`. Raises TypeError or ValueError."""
-    if isinstance(rows, QTensor):
-        for part in parts_of(rows):
-            check_operand(name, part, first)
-        return
-    check_operand(name, rows, first)
-    check_memory(name, rows)
-    check_rank("linear", "x", name, rows.shape)
+    for part in parts_of(rows) if isinstance(rows, QTensor) else [rows]:
+        check_operand(name, part, first)
+    if isinstance(rows, Tensor):
+        check_memory(name, rows)
+        check_rank("linear", "x", name, rows.shape)
 
 
 def _check_weight(kind: tuple[str, str], name: str, weight: Any, first: Tensor, *, transposed: bool) -> None:
     if isinstance(weight, QTensor):
-        for part in parts_of(weight):
-            check_operand(name, part, first)
-        return
-    check_members(kind, name, weight, first, transposed=transposed)
+        check_rows(name, weight, first)
+    else:
+        check_members(kind, name, weight, first, transposed=transposed)
 
 
 def check_members(
@@ -654,9 +618,8 @@ def accumulators_of(given: Any, leaves: list[Tensor], accum_name: str, weight_na
             f"`{accum_name}`: {len(found)} tensors, expected one for each of the {len(leaves)} weights, in the same "
             "form (a tensor for a packed weight, a list for a list); pass None for a frozen member of a list."
         )
-    owners = leaf_names(leaves, weight_name)
-    for at, (accumulator, leaf, owner) in enumerate(zip(found, leaves, owners, strict=True)):
-        name = accum_name if isinstance(given, Tensor) else f"{accum_name}[{at}]"
+    names = (leaf_names(leaves, accum_name), leaf_names(leaves, weight_name))
+    for accumulator, leaf, name, owner in zip(found, leaves, *names, strict=True):
         if accumulator is None:
             if leaf.requires_grad:
                 raise ValueError(
@@ -695,7 +658,7 @@ def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | Non
     check_apart_from_operands(written, given)
     if grad_input is None:
         return
-    spec: Any = packed_spec(given.x, 0)
+    spec: Any = packed_spec(given.x, rows=True)
     linear_spec.check_buffer(NAMES.grad_input, rows_spec(grad_input), ArraySpec(spec.shape, wide(spec.dtype)))
     if given.leaf is None or not given.leaf.requires_grad:
         raise ValueError(

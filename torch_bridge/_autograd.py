@@ -20,7 +20,7 @@ from torch_bridge._gradients import Owner, Route, WeightGradient, check_listed_o
 from torch_bridge._once import once_differentiable
 from torch_bridge._record import Prepared
 from torch_bridge._scaling import Scaling, with_copied_scales
-from torch_bridge._tensors import Form, Layouts, as_read, pack, unpack
+from torch_bridge._tensors import Layouts, as_read, pack, unpack
 
 Owners = tuple[Owner | None, ...]
 """For each product, the parameters and queue of the module that owns its weight, or None."""
@@ -67,10 +67,6 @@ MainGradients = tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
 """All gradients except those of weights: of x, of the row scale or probabilities, and of each bias [G, N]."""
 
 
-def _rows_of_x(given: Arguments) -> Any:
-    return given.x.shape[0]
-
-
 @dataclass(frozen=True, eq=False)
 class Operation:
     """The differences between the linear operation and the MLPs.
@@ -98,7 +94,7 @@ class Operation:
     facts: Callable[[Any, Any, Any], Facts]
     forward: Callable[[Arguments, Facts, Scaling, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
     backward: Callable[[Saved, list[Any], Any, Tensor | None, Deliver], MainGradients]
-    count: Callable[[Arguments], Any] = _rows_of_x
+    count: Callable[[Arguments], Any] = lambda given: given.x.shape[0]
 
 
 def differentiable(
@@ -129,19 +125,10 @@ def differentiable(
         y, _ = operation.forward(given, facts, given.scaling, operation.count(given), out)
         return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
     if elsewhere:
-        owners = owners or (None,) * len(rest.routes)
-        products = [*zip(rest.routes, given.leaves, given.accumulators, owners, strict=True)]
-        check_listed_once(
-            *[
-                (route.name, leaves, owner, given.to_main_grad or len(accumulators) > 0)
-                for route, leaves, accumulators, owner in products
-            ]
-        )
-        replaced = overwrite or (None,) * len(rest.routes)
-        routes = [
-            route.elsewhere(leaves, accumulators, owner, own, to_main_grad=given.to_main_grad)
-            for (route, leaves, accumulators, owner), own in zip(products, replaced, strict=True)
-        ]
+        none = (None,) * len(rest.routes)
+        products = zip(rest.routes, given.leaves, given.accumulators, owners or none, overwrite or none, strict=True)
+        routes = [route.elsewhere(*of, to_main_grad=given.to_main_grad) for route, *of in products]
+        check_listed_once(*[(route.name, route.owners) for route in routes])
         rest = rest._replace(routes=routes, accumulators=given.accumulators)
     if grad_input is not None:
         rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)
@@ -226,18 +213,6 @@ def forward_and_saved(
     return y if out is None else y.detach(), tensors, Saved(facts, scaling, layouts, rows)
 
 
-def saved_names(operation: Operation, saved: Saved) -> list[str]:
-    """The names of the first of the saved tensors, those of rows."""
-    names: list[str] = []
-    for base, (layout, _) in zip(operation.rows, saved.layouts, strict=False):
-        if layout is None:
-            names.append(base)
-        while isinstance(layout, Form):
-            names += [f"{base}_q", *[f"{base}_scale"] * sum(layout.scaled)]
-            layout = layout.other
-    return names
-
-
 class _Differentiable(torch.autograd.Function):
     """Gradients around the operators. It saves what backward reads, never results."""
 
@@ -248,7 +223,7 @@ class _Differentiable(torch.autograd.Function):
         given, facts, rest, out = static
         y, tensors, saved = forward_and_saved(rest.operation, given, facts, out)
         if _saved.listeners:
-            _saved.tell(tensors, saved_names(rest.operation, saved))
+            _saved.tell(tensors, _saved.names_of(rest.operation.rows, saved.layouts))
         ctx.save_for_backward(*tensors)
         # NOTE: routes are not saved tensors: destinations may change until backward, which needs Parameters themselves.
         ctx.facts = saved, rest

@@ -28,25 +28,23 @@ from grouped_core.sizes import GroupSizes
 from torch_bridge._compiling import is_compiling
 from torch_bridge._tensors import CachedLayout, ExtrasLayout, Form, PairLayout, ProductExtras, StraightThrough
 
-_CLASSES = (
+_FIELDS: dict[type[Any], tuple[str, ...]] = {Residuals: ("policy",)}  # its other fields belong to JAX
+_KINDS: dict[str, Any] = {"Residuals": Residuals}
+
+
+def register(*kinds: type[Any]) -> None:
+    """Adds dataclasses and named tuples to those that are converted, field by field."""
+    for kind in kinds:
+        is_tuple = issubclass(kind, tuple)
+        _FIELDS[kind] = kind._fields if is_tuple else tuple([field.name for field in dataclasses.fields(kind)])
+        _KINDS[kind.__name__] = kind
+
+
+register(
     *(Activation, Adapter, Adapters, ArraySpec, BoundRecipe, CachedLayout, ExtrasLayout, Factors, Form, Format),
     *(GroupLimit, GroupSizes, Linear, LoraMlpNeeds, LoraNeeds, Mlp, MlpNames, MlpNeeds, MlpSpecs, Names, Needs),
     *(PairLayout, ProductExtras, QTensor, QuantizedSpec, Recipe, Router, ScalingState, Scores, StraightThrough),
 )
-"""Dataclasses and named tuples that are converted field by field."""
-
-_FIELDS: dict[type[Any], tuple[str, ...]] = {
-    kind: kind._fields if issubclass(kind, tuple) else tuple(field.name for field in dataclasses.fields(kind))
-    for kind in _CLASSES
-} | {Residuals: ("policy",)}  # its other fields belong to JAX
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in _FIELDS}
-
-
-def register(*kinds: type[Any]) -> None:
-    """Adds named tuple classes to those that can be encoded."""
-    for kind in kinds:
-        _FIELDS[kind] = kind._fields
-        _KINDS[kind.__name__] = kind
 
 
 def to_tuples(value: Any) -> Any:

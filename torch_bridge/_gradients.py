@@ -200,31 +200,25 @@ class Route:
         )
 
 
-def check_listed_once(*products: tuple[str, Sequence[Any], Owner | None, bool]) -> None:
+def check_listed_once(*products: tuple[str, Sequence[Any]]) -> None:
     """Refuses a weight that is passed twice in one call if its gradient is accumulated or delayed.
 
     Args:
-        products: for each, the argument's name, its weights, the owning module, and whether it has accumulators.
+        products: for each, the argument's name, and the `owners` of its route.
 
     Raises:
         ValueError: two weights that need a gradient are the same tensor, or overlap in memory.
     """
-    found = [
-        (name, weights if owner is None else owner.parameters)
-        for name, weights, owner, accumulates in products
-        if accumulates or (owner is not None and owner.delayed is not None)
-    ]
-    live = [each for _, weights in found for each in weights if each.requires_grad]
+    live = [each for _, weights in products for each in weights if each.requires_grad]
     if is_compiling():  # there are no addresses
         if len(set(live)) == len(live):
             return
     elif not live or _apart(live):
         return
+    names = [name for argument, weights in products for name in leaf_names(weights, argument)]
     seen: list[tuple[str, tuple[int, int]]] = []
-    for argument, weights in found:
-        for name, each in zip(leaf_names(weights, argument), weights, strict=True):
-            if not each.requires_grad:
-                continue
+    for name, each in zip(names, [each for _, weights in products for each in weights], strict=True):
+        if each.requires_grad:
             place = (id(each), 1) if is_compiling() else _place(each)
             for other, taken in seen:
                 if not memory.are_apart([taken, place]):

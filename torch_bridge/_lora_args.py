@@ -195,7 +195,7 @@ class _FactorArguments:
         self.names, self.base, self.lora_key = names, base, key
         self.factors = [whole_operand(each) for each in factors]
         self.leaves = tuple([[] if each is None else members(each) for each in factors])
-        self.specs = tuple([packed_spec(each, 3) for each in factors])
+        self.specs = tuple([packed_spec(each) for each in factors])
         self.key = None if key is None else fixed_spec(key)
 
     def arguments(

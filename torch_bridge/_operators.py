@@ -154,9 +154,7 @@ def _taken(
 def _written(rule: Rule, layouts: tuple[Layout, ...]) -> tuple[bool, ...]:
     """For each leaf, whether it is written."""
     pairs = zip(rule.operands._fields, layouts, strict=True)
-    return tuple(
-        [leaf for name, layout in pairs for leaf in written_leaves(layout, written=name in rule.written)],
-    )
+    return tuple([leaf for name, layout in pairs for leaf in written_leaves(layout, written=name in rule.written)])
 
 
 def _leaves(rule: Rule, facts: _Facts, read: Sequence[Tensor], written: Sequence[Tensor]) -> list[Any]:

@@ -64,7 +64,7 @@ def routed_arguments(
 
 
 def _check(
-    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], masters: tuple[Any, ...]
+    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> tuple[Tensor, Mlp, MlpSpecs]:
     """(experts, the operation, specs of the MLP of rows); raises if the operands do not fit together."""
     tokens, wi, wo, experts, weights, *biases = operands
@@ -72,7 +72,7 @@ def _check(
     check_rows(op.names.x, tokens, first)
     _check_routing(tokens, experts, weights)
     of_wi, of_wo, *of_biases = weight_specs(op, wi, wo, biases, first)
-    of_tokens: Any = packed_spec(tokens, 0)
+    of_tokens: Any = packed_spec(tokens, rows=True)
     count = of_tokens.shape[0] * int(experts.shape[1])
     of_x = ArraySpec((count, of_tokens.shape[1]), of_tokens.dtype)
     specs = MlpSpecs(of_x, of_wi, of_wo, ArraySpec((count,), dtype_name(weights.dtype)), *of_biases)
@@ -81,7 +81,7 @@ def _check(
         checked = specs._replace(x=of_tokens, probs=None)
     sizes = ArraySpec(of_wo.shape[:1], "int32")  # the rows are in as many groups as there are weights
     mlp_spec.check(op, *checked[:3], sizes, *checked[3:])
-    return experts, *checked_mlp(op, specs, bounds, masters, first)
+    return experts, *checked_mlp(op, specs, bounds, dtypes, first)
 
 
 _OF_TOKENS = MlpKind("routed_mlp", ROUTED_NAMES, lambda experts: (experts, 0), _check)
@@ -93,7 +93,7 @@ def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: T
     check_operand(names.sizes, experts, x)
     check_operand(names.probs, weights, x)
     settle_rows(x, experts, weights)  # values of tokens have T rows in every format whose scales are per row
-    check_routed_mlp(packed_spec(tokens, 0), rows_spec(experts), rows_spec(weights))
+    check_routed_mlp(packed_spec(tokens, rows=True), rows_spec(experts), rows_spec(weights))
     for each in (experts, weights):
         torch._check(each.shape[0] == x.shape[0])  # torch.compile may have given them symbols of their own
 

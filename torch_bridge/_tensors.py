@@ -321,11 +321,20 @@ def written_leaves(layout: Layout, *, written: bool) -> list[bool]:
     return [written] * leaf_count(layout)
 
 
-Layouts = tuple[tuple[Layout, tuple[int, ...]], ...]
-"""For each packed operand: its layout, and per leaf the number of its tensors; -1: the leaf is one tensor or None."""
+class Layouts(NamedTuple):
+    """What restores operands from the tensors that `pack` made of them.
 
-_ITSELF = (None, (-1,))
-_ITSELVES = [(_ITSELF,) * count for count in range(32)]
+    Attributes:
+        operands: for each, its layout and the number of its leaves.
+        lists: for each leaf, the number of its tensors, -1 for one that is no list; None: no leaf is a list.
+    """
+
+    operands: tuple[tuple[Layout, int], ...]
+    lists: tuple[int, ...] | None
+
+
+_ITSELF = (None, 1)
+_ITSELVES = [Layouts((_ITSELF,) * count, None) for count in range(32)]
 _ONE = PLAIN - {list}
 
 
@@ -333,28 +342,21 @@ def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
     """Operands as `save_for_backward` takes them: tensors, and the layouts from which `unpack` restores operands."""
     if _ONE.issuperset(map(type, operands)):
         return operands, _ITSELVES[len(operands)]
-    tensors: list[Tensor | None] = []
-    layouts: list[tuple[Layout, tuple[int, ...]]] = []
+    leaves: list[Any] = []
+    layouts: list[tuple[Layout, int]] = []
     for operand in operands:
-        kind = type(operand)
-        if kind in _ONE:
-            tensors.append(operand)
+        if type(operand) in _ONE:
+            leaves.append(operand)
             layouts.append(_ITSELF)
-            continue
-        if kind is list:
-            tensors += operand
-            layouts.append((None, (len(operand),)))
-            continue
-        leaves: list[Any] = []
-        layout = flatten(operand, leaves)
-        if _ONE.issuperset(map(type, leaves)):
-            counts = (-1,) * len(leaves)
-            tensors += leaves
         else:
-            counts = tuple([len(leaf) if isinstance(leaf, (list, tuple)) else -1 for leaf in leaves])
-            tensors += [each for leaf in leaves for each in (leaf if isinstance(leaf, (list, tuple)) else (leaf,))]
-        layouts.append((layout, counts))
-    return tensors, tuple(layouts)
+            before = len(leaves)
+            layout = flatten(operand, leaves)
+            layouts.append((layout, len(leaves) - before))
+    if _ONE.issuperset(map(type, leaves)):
+        return leaves, Layouts(tuple(layouts), None)
+    lists = tuple([len(leaf) if isinstance(leaf, (list, tuple)) else -1 for leaf in leaves])
+    tensors = [each for leaf in leaves for each in (leaf if isinstance(leaf, (list, tuple)) else (leaf,))]
+    return tensors, Layouts(tuple(layouts), lists)
 
 
 def tensors_of(*operands: Any) -> list[Tensor]:
@@ -364,15 +366,13 @@ def tensors_of(*operands: Any) -> list[Tensor]:
 
 def unpack(layouts: Layouts, tensors: Sequence[Any]) -> list[Any]:
     """The operands that `pack` converted; those of several leaves are `Flat`."""
-    if layouts is _ITSELVES[len(layouts)]:
-        return list(tensors)
+    leaves = tuple(tensors)
+    if layouts.lists is not None:
+        rest = iter(tensors)
+        leaves = tuple([next(rest) if count < 0 else list(islice(rest, count)) for count in layouts.lists])
     operands: list[Any] = []
-    rest = iter(tensors)
-    for each in layouts:
-        if each is _ITSELF:
-            operands.append(next(rest))
-            continue
-        layout, counts = each
-        leaves = [next(rest) if count < 0 else list(islice(rest, count)) for count in counts]
-        operands.append(leaves[0] if layout is None else Flat(layout, tuple(leaves)))
+    at = 0
+    for layout, count in layouts.operands:
+        operands.append(leaves[at] if layout is None else Flat(layout, leaves[at : at + count]))
+        at += count
     return operands

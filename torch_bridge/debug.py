@@ -75,7 +75,8 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
     """Native calls of an operation and of the gradients that its arguments need; `weights`: names of its weights."""
 
     def calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
-        check(_cast(arguments), out, grad_input)  # checks devices and memory, which meta tensors do not have
+        cast = _autocast.cast_named(arguments)
+        check(cast, out, grad_input)  # checks devices and memory, which meta tensors do not have
         if isinstance(arguments.get(f"{LORA}_wgrad_accum"), str):
             pairs = arguments[LORA] if len(weights) > 1 else [arguments[LORA]]
             found = [None if pair is None else tuple(map(_main_grads, pair)) for pair in pairs]
@@ -83,7 +84,8 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
         if isinstance(arguments["wgrad_accum"], str):
             found = [_main_grads(master_of(arguments[name])) for name in weights]
             arguments["wgrad_accum"] = found[0] if len(weights) == 1 else tuple(found)
-        given, leaves = _on_meta({**_cast(arguments), "out": out, "grad_input": grad_input})
+        arguments = _autocast.cast_named(arguments)  # here, because autocast does not support meta tensors
+        given, leaves = _on_meta({**arguments, "out": out, "grad_input": grad_input})
 
         def step() -> None:
             y = operation(**given)
@@ -94,15 +96,6 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
         return _noted(step)
 
     return calls
-
-
-def _cast(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments after autocast, which does not support meta tensors."""
-    dtype = _autocast.dtype_of(arguments["x"])
-    return {name: _autocast.cast(each, dtype) if name in _CAST else each for name, each in arguments.items()}
-
-
-_CAST = ("x", "weight", "bias", LORA, "wi", "wo", "wi_bias", "wo_bias")
 
 
 def _planner_of_forms(operation: Callable[..., Any], check: Callable[..., Any]) -> Planned:

@@ -22,7 +22,7 @@ from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals, kept, need
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _adapted_mlp, _autocast, _saved
+from torch_bridge import _adapted_mlp, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
@@ -94,19 +94,19 @@ def grouped_mlp(
             options. NotImplementedError: no kernel supports the call. RuntimeError: in backward, `main_grad` cannot be
             written, or the operation is differentiated twice.
     """
-    if lora is not None:
-        adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
-        options = (lora_scaling, lora_dropout, lora_key)
-        weights = (wi, wo, *lora_mlp.option(lora, *options)[1])
-        x, (wi, wo, *factors), (wi_bias, wo_bias), (_, _, *owners) = _autocast.operands(x, weights, (wi_bias, wo_bias))
-        arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
-        accums = lora_mlp.accumulators_option(lora_wgrad_accum)
-        arguments = (*arguments, *factors, *options)
-        return run(_adapted_mlp.NAME, arguments, accums, implementation, out, grad_input, tuple(owners), (None, None))
-    adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
-    x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, (wi, wo), (wi_bias, wo_bias))
     arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
-    return run(MLP.name, arguments, wgrad_accum, implementation, out, grad_input, owners, (None, None))
+    if lora is None:
+        adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
+        return run(MLP.name, arguments, wgrad_accum, implementation, out, grad_input, cast=_CAST)
+    adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
+    options = (lora_scaling, lora_dropout, lora_key)
+    adapted = (*arguments, *lora_mlp.option(lora, *options)[1], *options)
+    accums = lora_mlp.accumulators_option(lora_wgrad_accum)
+    return run(_adapted_mlp.NAME, adapted, accums, implementation, out, grad_input, cast=_CAST)
+
+
+_CAST = (0, 1, 2, 7, 8)
+"""The positions of the arguments that autocast casts, besides adapters: x, both weights and both biases."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
