@@ -35,7 +35,7 @@ def names_of(rows: Sequence[str], layouts: Layouts) -> list[str]:
         rows: names of the operands that are rows, before all others. layouts: of what is saved.
     """
     names: list[str] = []
-    for base, (layout, _) in zip(rows, layouts.operands, strict=False):
+    for base, (layout, _) in zip(rows, layouts, strict=False):
         if layout is None:
             names.append(base)
         while isinstance(layout, Form):

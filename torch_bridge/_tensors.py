@@ -8,7 +8,7 @@ hashable layout that describes them; `unflatten` is its inverse.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -321,20 +321,12 @@ def written_leaves(layout: Layout, *, written: bool) -> list[bool]:
     return [written] * leaf_count(layout)
 
 
-class Layouts(NamedTuple):
-    """What restores operands from the tensors that `pack` made of them.
+Layouts = tuple[tuple[Layout, Any], ...]
+"""For each packed operand: its layout and the number of its tensors, -1 if it is one tensor or None. For an operand of
+several leaves, of which some are lists, this number is the `Layouts` of its leaves instead."""
 
-    Attributes:
-        operands: for each, its layout and the number of its leaves.
-        lists: for each leaf, the number of its tensors, -1 for one that is no list; None: no leaf is a list.
-    """
-
-    operands: tuple[tuple[Layout, int], ...]
-    lists: tuple[int, ...] | None
-
-
-_ITSELF = (None, 1)
-_ITSELVES = [Layouts((_ITSELF,) * count, None) for count in range(32)]
+_ITSELF = (None, -1)
+_ITSELVES = [(_ITSELF,) * count for count in range(32)]
 _ONE = PLAIN - {list}
 
 
@@ -342,21 +334,27 @@ def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
     """Operands as `save_for_backward` takes them: tensors, and the layouts from which `unpack` restores operands."""
     if _ONE.issuperset(map(type, operands)):
         return operands, _ITSELVES[len(operands)]
-    leaves: list[Any] = []
-    layouts: list[tuple[Layout, int]] = []
+    tensors: list[Tensor | None] = []
+    layouts: list[tuple[Layout, Any]] = []
     for operand in operands:
-        if type(operand) in _ONE:
-            leaves.append(operand)
+        kind = type(operand)
+        if kind in _ONE:
+            tensors.append(operand)
             layouts.append(_ITSELF)
+        elif kind is list or kind is tuple:
+            tensors += operand
+            layouts.append((None, len(operand)))
         else:
-            before = len(leaves)
-            layout = flatten(operand, leaves)
-            layouts.append((layout, len(leaves) - before))
-    if _ONE.issuperset(map(type, leaves)):
-        return leaves, Layouts(tuple(layouts), None)
-    lists = tuple([len(leaf) if isinstance(leaf, (list, tuple)) else -1 for leaf in leaves])
-    tensors = [each for leaf in leaves for each in (leaf if isinstance(leaf, (list, tuple)) else (leaf,))]
-    return tensors, Layouts(tuple(layouts), lists)
+            layout, leaves = operand if kind is Flat else _flat(operand)
+            parts, count = (leaves, len(leaves)) if _ONE.issuperset(map(type, leaves)) else pack(leaves)
+            tensors += parts
+            layouts.append((layout, count))
+    return tensors, tuple(layouts)
+
+
+def _flat(operand: Any) -> Flat:
+    leaves: list[Any] = []
+    return Flat(flatten(operand, leaves), tuple(leaves))
 
 
 def tensors_of(*operands: Any) -> list[Tensor]:
@@ -364,15 +362,17 @@ def tensors_of(*operands: Any) -> list[Tensor]:
     return [each for each in pack(operands)[0] if each is not None]
 
 
-def unpack(layouts: Layouts, tensors: Sequence[Any]) -> list[Any]:
+def unpack(layouts: Layouts, tensors: Iterable[Any]) -> list[Any]:
     """The operands that `pack` converted; those of several leaves are `Flat`."""
-    leaves = tuple(tensors)
-    if layouts.lists is not None:
-        rest = iter(tensors)
-        leaves = tuple([next(rest) if count < 0 else list(islice(rest, count)) for count in layouts.lists])
+    if layouts is _ITSELVES[len(layouts)]:
+        return list(tensors)
     operands: list[Any] = []
-    at = 0
-    for layout, count in layouts.operands:
-        operands.append(leaves[at] if layout is None else Flat(layout, leaves[at : at + count]))
-        at += count
+    rest = iter(tensors)
+    for each in layouts:
+        if each is _ITSELF:
+            operands.append(next(rest))
+            continue
+        layout, count = each
+        parts = islice(rest, count) if type(count) is int else unpack(count, rest)
+        operands.append(list(parts) if layout is None else Flat(layout, tuple(parts)))
     return operands

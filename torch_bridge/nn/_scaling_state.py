@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from grouped_core import scaling
+from grouped_core.linear_spec import recipe_option
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from torch_bridge._checks import is_distributed
@@ -162,4 +163,4 @@ def bound(
         # Drawn from the device's generator, which graphs advance at each replay; it has no unsigned numbers.
         drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=home(rows).device)
         key = drawn.view(torch.uint32)
-    return BoundRecipe(recipe, state, key)
+    return recipe_option(recipe) if state is None and key is None else BoundRecipe(recipe, state, key)

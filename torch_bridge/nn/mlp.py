@@ -66,7 +66,7 @@ def fused_mlp(
     fc1.note_addresses(wi)
     fc2.note_addresses(wo)
     recipe: Any = bound(fc1.recipe, state, x, training=fc1.training or fc2.training)
-    if state is None and recipe is not None:
+    if state is None and recipe is not None and recipe.recipe.delayed:
         recipe = tuple(BoundRecipe(each.recipe, each.scaling_state, recipe.key) for each in (fc1, fc2))
     first = fc1.forms_of("linear_fc1", parameters[0], first_microbatch)
     second = fc2.forms_of("linear_fc2", parameters[1], first_microbatch)
