@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,14 +100,11 @@ class Arguments:
         """
         found: list[Tensor | None] = [self.leaf, self.row_scale]
         for each in self.leaves_of:
-            found += members(each) or _NO_LEAF
+            found += members(each) or [None]
         for bias in self.biases:
             if bias is not None:
                 found += members(bias)
         return found
-
-
-_NO_LEAF = (None,)
 
 
 @dataclass(slots=True, eq=False)
@@ -220,18 +217,20 @@ def mlp_arguments(
     caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
     *,
     join: bool = True,
-    kind: MlpKind | None = None,
+    operation: str = "grouped_mlp",
+    names: MlpNames = MLP_NAMES,
+    check: Callable[..., tuple[Tensor, Mlp, MlpSpecs]] | None = None,
 ) -> Arguments:
     """The checked arguments of `grouped_mlp`; it raises the same errors.
 
     Args:
         recipe: may also be a pair of bound recipes, for two layers that each have their own scaling state.
         join: whether gate and linear half are concatenated if they have to be quantised; otherwise that is refused.
-        kind: of another MLP, whose arguments correspond to these.
+        operation, names, check: of another MLP, whose arguments correspond to these: its name, the names of its
+            arguments, and its check, as in `_arguments`.
     """
-    operation, names, unwrapped, check = kind or _OF_ROWS
     refuse_transforms(operation, x, wi, wo, probs, wi_bias, wo_bias)
-    sizes, rows_hint = unwrapped(group_sizes)
+    sizes, rows_hint = unwrap(group_sizes)
     of_layers = isinstance(recipe, tuple) and len(recipe) == 2 and isinstance(recipe[0], BoundRecipe)
     bounds = recipe if of_layers else (recipe_option(recipe),)
     pinned = implementation_names(implementation)
@@ -240,22 +239,8 @@ def mlp_arguments(
     if paired and join and mlp_spec.joins(op := mlp_of(options), _with_master(x)[1]):
         wi, options = _joined_pair(op, wi, wgrad_accum), (*options[:-1], False)
     weights, biases, of_weights = (wi, wo), (wi_bias, wo_bias), (names.wi, names.wo)
+    check = check or _check_mlp
     return _arguments(check, of_weights, x, weights, sizes, probs, biases, options, bounds, wgrad_accum, caches)
-
-
-class MlpKind(NamedTuple):
-    """The differences between the MLPs of rows and of tokens.
-
-    Attributes:
-        operation: its name, names: of its arguments, for messages.
-        unwrapped: the argument with the sizes or experts -> (the integers, hint of rows per group or 0).
-        check: as in `_arguments`.
-    """
-
-    operation: str
-    names: MlpNames
-    unwrapped: Callable[[Any], tuple[Any, int]]
-    check: Callable[..., tuple[Tensor, Mlp, MlpSpecs]]
 
 
 def mlp_of(options: Sequence[Any]) -> Mlp:
@@ -287,9 +272,6 @@ def _check_mlp(
     specs = MlpSpecs(packed_spec(rows, rows=True), of_wi, of_wo, packed_spec(probs, rows=True), *of_biases)
     mlp_spec.check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
     return sizes, *checked_mlp(op, specs, bounds, dtypes, first)
-
-
-_OF_ROWS = MlpKind("grouped_mlp", MLP_NAMES, unwrap, _check_mlp)
 
 
 def weight_specs(op: Mlp, wi: Any, wo: Any, biases: Sequence[Any], first: Tensor) -> tuple[Any, ...]:
@@ -406,7 +388,7 @@ def _arguments(
         weights, biases = tuple(map(whole_operand, weights)), tuple(map(whole_operand, biases))
     if found.op.paired:
         weights = (in_form(found.op.fc1(), tuple(weights[0])), weights[1])
-    accumulators: tuple[Sequence[Tensor | None], ...] = _NO_ACCUMULATORS[: len(weights)]
+    accumulators: tuple[Sequence[Tensor | None], ...] = ((),) * len(weights)
     if wgrad_accum is not None:
         accumulators = _accumulators(wgrad_accum, names, leaves_of, found.specs[1 : 1 + len(weights)], x)
     to_main_grad = isinstance(wgrad_accum, str)
@@ -422,7 +404,6 @@ def _arguments(
 
 
 _UNBOUND = Scaling()
-_NO_ACCUMULATORS = ((), ())
 
 
 def _arrays(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:

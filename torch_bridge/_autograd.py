@@ -25,9 +25,6 @@ from torch_bridge._tensors import Layouts, as_read, pack, unpack
 Owners = tuple[Owner | None, ...]
 """For each product, the parameters and queue of the module that owns its weight, or None."""
 
-Overwrites = tuple[tuple[bool, ...] | None, ...]
-"""For each weight, whether each tensor's gradient replaces the content of its accumulator; None: ask the tensors."""
-
 Deliver = Callable[[int, WeightGradient], None]
 """(product, gradient of its weight) -> None."""
 
@@ -103,12 +100,13 @@ def differentiable(
     out: Tensor | None,
     grad_input: Tensor | None,
     owners: Owners | None = None,
-    overwrite: Overwrites | None = None,
+    overwrite: tuple[tuple[bool, ...] | None, ...] | None = None,
 ) -> Tensor:
     """The result for checked arguments, with an autograd history if a gradient is needed.
 
     Args:
-        overwrite: only a node of a graph of torch.compile gives it.
+        overwrite: for each weight, whether each tensor's gradient replaces the content of its accumulator; None: ask
+            the tensors. Only a node of a graph of torch.compile gives it.
     """
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
@@ -126,7 +124,9 @@ def differentiable(
         return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
     if elsewhere:
         none = (None,) * len(rest.routes)
-        products = zip(rest.routes, given.leaves, given.accumulators, owners or none, overwrite or none, strict=True)
+        products: Any = zip(
+            rest.routes, given.leaves, given.accumulators, owners or none, overwrite or none, strict=True
+        )
         routes = [route.elsewhere(*of, to_main_grad=given.to_main_grad) for route, *of in products]
         check_listed_once(*[(route.name, route.owners) for route in routes])
         rest = rest._replace(routes=routes, accumulators=given.accumulators)
@@ -187,10 +187,8 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...]) -> tu
     """
     lists, weights = checked.lists, len(operation.weights)
     needs_x, needs_scale, *of_members = needed or [False] * (2 + sum(count for count, _ in lists))
-    live, start = [], 0
-    for count, _ in lists:
-        live.append(tuple([at for at in range(count) if of_members[start + at]]))
-        start += count
+    flags = iter(of_members)
+    live = [tuple([at for at in range(count) if next(flags)]) for count, _ in lists]
     several = [len(each) > 0 for each in live]
     needs = operation.needs(needs_x, several[:weights], needs_scale, several[weights:])
     biases = [(*own, some) for own, some in zip(lists[weights:], live[weights:], strict=True)]

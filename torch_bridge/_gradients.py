@@ -76,11 +76,9 @@ class WeightGradient:
     def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Any]:
         """New gradients for the tensors at `live` of a weight of `count` tensors; `packed`: it is one tensor."""
         if packed or self.op.paired:
-            halves = tuple([at + 1 for at in live]) if self.op.paired else (0,)
-            return self.launch((self.op, self.weight, halves, False), None, None)
+            return self.launch(self._halves(live), False, None, None)
         if len(live) == count:
-            (whole,) = self.launch((self.op, self.weight, (0,), False), None, None)
-            return list(whole.unbind())
+            return list(self.launch((0,), False, None, None)[0].unbind())
         shape, dtype = (len(live), *self.weight.shape[1:]), self.op.gradient_dtype(self.weight)
         parts = list(self.sizes.new_empty(shape, dtype=TORCH_DTYPES[dtype]).unbind())
         self.into(parts, live, count, packed=False, accumulate=False)
@@ -90,21 +88,21 @@ class WeightGradient:
         self, destinations: list[Tensor], live: Sequence[int], count: int, *, packed: bool, accumulate: bool
     ) -> None:
         """The same gradients, written or added into the caller's tensors, one for each of `live`."""
-        if self.op.paired:
-            one, two = (*destinations, None)[:2]
-            self.launch((self.op, self.weight, tuple([at + 1 for at in live]), accumulate), one, two)
-            return
-        into: Any = destinations[0]
-        if not packed:  # frozen members of a list have no destination
-            into = [None] * count
+        into: Any
+        into, into_up = (*destinations, None)[:2]
+        if not packed and not self.op.paired:  # frozen members of a list have no destination
+            into, into_up = [None] * count, None
             for at, destination in zip(live, destinations, strict=True):
                 into[at] = destination
-        self.launch((self.op, self.weight, (0,), accumulate), into, None)
+        self.launch(self._halves(live), accumulate, into, into_up)
 
-    def launch(self, facts: WeightFacts, into: Any, into_up: Any) -> list[Any]:
-        """Computes it with these static facts, into the destinations or into new tensors, which it returns."""
+    def _halves(self, live: Sequence[int]) -> tuple[int, ...]:
+        return tuple([at + 1 for at in live]) if self.op.paired else (0,)
+
+    def launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
+        """Computes the weight or these halves of it, into the destinations or into new tensors, which it returns."""
         operands = (self.rows, self.dy, self.sizes, into, into_up)  # those of WeightOperands
-        return call_prepared(prepare(_WEIGHT_GRAD, facts), operands, self.count)
+        return call_prepared(prepare(_WEIGHT_GRAD, (self.op, self.weight, halves, accumulate)), operands, self.count)
 
     def read(self) -> tuple[Any, ...]:
         """What a launch reads besides the sizes."""

@@ -21,7 +21,6 @@ from grouped_core.routing_spec import check_routed_mlp
 from torch_bridge._args import (
     Arguments,
     Members,
-    MlpKind,
     check_rows,
     checked_mlp,
     mlp_arguments,
@@ -52,15 +51,16 @@ def routed_arguments(
     caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
 ) -> Arguments:
     """The checked arguments of `routed_mlp`; it raises the same errors. Their `sizes` are the experts."""
-    if isinstance(experts, Tensor):
-        if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
-            raise TypeError(
-                f"`{ROUTED_NAMES.sizes}` of routed_mlp: dtype {dtype_name(experts.dtype)}, expected integers; pass "
-                "numbers of experts."
-            )
-        experts = saturate(experts)
-    base = (x, wi, wo, experts, rhs_transposed, activation, weights, wi_bias, wo_bias, recipe, residuals)
-    return mlp_arguments(*base, wgrad_accum, implementation, caches, kind=_OF_TOKENS)
+    if not isinstance(experts, Tensor):
+        check_operand(ROUTED_NAMES.sizes, experts, x)  # raises
+    if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
+        raise TypeError(
+            f"`{ROUTED_NAMES.sizes}` of routed_mlp: dtype {dtype_name(experts.dtype)}, expected integers; pass "
+            "numbers of experts."
+        )
+    base = (x, wi, wo, saturate(experts), rhs_transposed, activation, weights, wi_bias, wo_bias, recipe, residuals)
+    of_tokens: dict[str, Any] = {"operation": "routed_mlp", "names": ROUTED_NAMES, "check": _check}
+    return mlp_arguments(*base, wgrad_accum, implementation, caches, **of_tokens)
 
 
 def _check(
@@ -82,9 +82,6 @@ def _check(
     sizes = ArraySpec(of_wo.shape[:1], "int32")  # the rows are in as many groups as there are weights
     mlp_spec.check(op, *checked[:3], sizes, *checked[3:])
     return experts, *checked_mlp(op, specs, bounds, dtypes, first)
-
-
-_OF_TOKENS = MlpKind("routed_mlp", ROUTED_NAMES, lambda experts: (experts, 0), _check)
 
 
 def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: Tensor) -> None:

@@ -44,6 +44,10 @@ def with_forms(
     """A weight, together with the requested quantised tensors that its layer keeps, if it keeps any."""
     if cache is None or not wanted or isinstance(weight, QTensor):
         return weight
-    amax = scaling.amax(product, WEIGHT) if training else None
-    forms = cache(weight, wanted, scaling.scale(product, WEIGHT), amax, scaling.mark(product))
+    amax, mark = None, ()
+    if scaling.states:
+        state, first = scaling.state(product)
+        amax = state.history[first + WEIGHT, 0] if training else None
+        mark = () if state.scale.is_inference() else (state.scale.data_ptr(), state.scale._version)
+    forms = cache(weight, wanted, scaling.scale(product, WEIGHT), amax, mark)
     return Cached(weight, quantizing.joined(list(forms)))

@@ -29,7 +29,7 @@ from torch_bridge._args import (
     check_apart,
     check_buffers,
     check_writable,
-    is_packed,
+    lists_of,
     mlp_arguments,
 )
 from torch_bridge._autograd import Saved, forward_and_saved
@@ -186,7 +186,7 @@ def grouped_mlp_bwd_dw(
         for at in (1, 0):
             weights, accumulators = d.weights[at], to[at]
             live = tuple([n for n in range(len(weights)) if not accumulators or accumulators[n] is not None])
-            packed, count = not weights or is_packed(weights), max(1, len(weights))
+            ((count, packed),) = lists_of((weights,), ())
             route = Route(MLP.weights[at], count, packed, live)
             # The parts always add; attributes of Parameters count only for `wgrad_accum="main_grad"`.
             route = route.elsewhere(weights, accumulators, None, (False,) * count, to_main_grad=False)

@@ -206,8 +206,7 @@ def _forward(
     y, x, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
-    if not keep.probs:
-        probs = None
+    probs = probs if keep.probs else None
     wi_bias, wo_bias = wi_bias if keep.wi_bias else None, wo_bias if keep.wo_bias else None
     return y, (x, h, z, sizes, probs, scaling.key, wi, wo, wi_bias, wo_bias)
 
@@ -257,11 +256,6 @@ def in_stages(
     return dx, dp, (db1, db2)
 
 
-def needs_of(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]) -> MlpNeeds:
-    """The gradients to compute, as the rules take them."""
-    return MlpNeeds(x, weights[0], weights[1], probs, biases[0], biases[1])
-
-
 MLP = Operation(
     name="grouped_mlp",
     weights=(MLP_NAMES.wi, MLP_NAMES.wo),
@@ -269,7 +263,7 @@ MLP = Operation(
     places=(1, 2),
     scale_place=6,
     check=mlp_arguments,
-    needs=needs_of,
+    needs=lambda x, weights, probs, biases: MlpNeeds(x, weights[0], weights[1], probs, biases[0], biases[1]),
     facts=partial(facts_of, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT),
     forward=_forward,
     backward=_backward,

@@ -34,7 +34,7 @@ from torch_bridge._record import prepare
 from torch_bridge._routed_args import routed_arguments, rows_of_tokens
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling, X
 from torch_bridge._tensors import StraightThrough, home, rows_spec
-from torch_bridge.mlp import NO_EXTRAS, GradFacts, facts_of, in_stages, needs_of, weights_of
+from torch_bridge.mlp import MLP, NO_EXTRAS, GradFacts, facts_of, in_stages, weights_of
 from torch_bridge.sizes import every_row
 
 
@@ -201,9 +201,10 @@ class _GatheredGradient(WeightGradient):
     slots: int
     scale: Any
 
-    def launch(self, facts: WeightFacts, into: Any, into_up: Any) -> list[Any]:
+    def launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
         operands = (self.x, self.source, self.scale, self.dy, self.sizes, into, into_up)  # those of GatheredOperands
-        return call_prepared(prepare(_GATHERED, (facts, self.slots)), operands, self.count)
+        static = ((self.op, self.weight, halves, accumulate), self.slots)
+        return call_prepared(prepare(_GATHERED, static), operands, self.count)
 
     def read(self) -> tuple[Any, ...]:
         return self.x, self.dy, self.source, self.scale
@@ -268,7 +269,7 @@ ROUTED = Operation(
     places=(3, 4),
     scale_place=2,
     check=routed_arguments,
-    needs=needs_of,
+    needs=MLP.needs,
     facts=partial(facts_of, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT),
     forward=_forward,
     backward=_backward,
