@@ -346,7 +346,9 @@ def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
             layouts.append((None, len(operand)))
         else:
             layout, leaves = operand if kind is Flat else _flat(operand)
-            parts, count = (leaves, len(leaves)) if _ONE.issuperset(map(type, leaves)) else pack(leaves)
+            parts, count = leaves, -1 if layout is None else len(leaves)  # None: another class of tensors
+            if layout is not None and not _ONE.issuperset(map(type, leaves)):
+                parts, count = pack(leaves)
             tensors += parts
             layouts.append((layout, count))
     return tensors, tuple(layouts)
@@ -368,11 +370,10 @@ def unpack(layouts: Layouts, tensors: Iterable[Any]) -> list[Any]:
         return list(tensors)
     operands: list[Any] = []
     rest = iter(tensors)
-    for each in layouts:
-        if each is _ITSELF:
+    for layout, count in layouts:
+        if count == -1:
             operands.append(next(rest))
             continue
-        layout, count = each
         parts = islice(rest, count) if type(count) is int else unpack(count, rest)
         operands.append(list(parts) if layout is None else Flat(layout, tuple(parts)))
     return operands
