@@ -124,10 +124,9 @@ def differentiable(
         return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
     if elsewhere:
         none = (None,) * len(rest.routes)
-        products: Any = zip(
-            rest.routes, given.leaves, given.accumulators, owners or none, overwrite or none, strict=True
-        )
-        routes = [route.elsewhere(*of, to_main_grad=given.to_main_grad) for route, *of in products]
+        of_each: Any = (given.leaves, given.accumulators, owners or none, overwrite or none)
+        products = zip(rest.routes, *of_each, strict=True)
+        routes = [route.elsewhere(*own, to_main_grad=given.to_main_grad) for route, *own in products]
         check_listed_once(*[(route.name, route.owners) for route in routes])
         rest = rest._replace(routes=routes, accumulators=given.accumulators)
     if grad_input is not None:
