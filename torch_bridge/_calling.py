@@ -60,7 +60,7 @@ def run(
         return _outside(name, arguments, wgrad_accum, implementation, out, grad_input, owners, caches)
     count, replaced = len(masters), [None] * len(masters)
     if to_main_grad or count == 1 or (isinstance(wgrad_accum, (tuple, list)) and len(wgrad_accum) == count):
-        each = [wgrad_accum] * count if to_main_grad or count == 1 else wgrad_accum or [None] * count
+        each = [wgrad_accum] * count if to_main_grad or count == 1 else wgrad_accum
         found = [
             _destinations(each[at], parameters[at], isinstance(masters[at], Tensor), weight)
             for at, weight in enumerate(operation.weights)

@@ -287,8 +287,7 @@ def unflatten(
         key, *arrays = [next(leaves) for _ in range(leaf_count(layout))]
         products = []
         for scales, amaxes in layout.products:
-            read = [None if at is None else row_of(arrays[at[0]], at[1]) for at in (*scales, *amaxes)]
-            x, w, dy, *of_amax = read
+            x, w, dy, *of_amax = [None if at is None else row_of(arrays[at[0]], at[1]) for at in (*scales, *amaxes)]
             products.append(Extras(key, x, w, dy, layout.measure, *of_amax))
         return tuple(products)
     values, (has_scales, has_group_scales) = next(leaves), layout.scaled

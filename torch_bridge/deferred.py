@@ -135,7 +135,7 @@ def grouped_mlp_bwd_dx(
         check_cotangent(res.x, ArraySpec(dy.shape, dy.dtype), dy.format, op.fc2().resolve(specs.x, specs.wo))
     else:
         check_cotangent(res.x, fixed_spec(plain))
-    dy = dy if isinstance(dy, QTensor) else plain
+        dy = plain
     kept = unpack(res.saved.layouts, res.tensors)
     if grad_input is not None:
         _check_grad_input(res, grad_input, tensors_of(dy), tensors_of(kept[0]))
