@@ -78,21 +78,19 @@ def forward(
     if beside.reads_x:
         rows = routing.gather(run, x, found.source, spec.shape[1], inverse=found.inverse)
     else:
-        rows = _gathered(run, op, x, found, spec.shape[1], tokens, operand_spec(run, wi), extras[0])
+        rows = _gathered(run, op, x, found, tokens, operand_spec(run, wi))
     operands = (rows, wi, wo, found.sizes, found.probs, wi_bias, wo_bias)
     done = mlp.mlp(run, op, *operands, needs=needs, extras=extras, beside=beside)
     y = routing.combine(run, done.y, found.inverse, operand_spec(run, x).dtype, out=out)
     return Forward(y, found, done.h, done.z, done.wi, done.wo, done.amax)
 
 
-def _gathered(
-    run: Runner, op: Mlp, x: Operand, found: Order, slots: int, tokens: Array, wi: OperandSpec, extras: Extras
-) -> Operand:
+def _gathered(run: Runner, op: Mlp, x: Operand, found: Order, tokens: Array, wi: OperandSpec) -> Operand:
     """The rows of x [T, K], as the first product of forward reads them where their scales are those of single rows."""
     fmt = op.fc1().resolve(operand_spec(run, x), wi).forward[0]
     if fmt.by_row and not isinstance(x, QTensor):
         x = codes_of(run, x, fmt, tokens)
-    return rows_of(run, x, found.source, slots, found.inverse)
+    return rows_of(run, x, found.source, found.inverse)
 
 
 def codes_of(run: Runner, x: Array, fmt: Format, tokens: Array) -> QTensor[Any]:
@@ -106,8 +104,13 @@ def scale_axis(run: Runner, q: QTensor[Any]) -> int:
     return int(run.spec(q.scales).dtype == "float32")
 
 
-def rows_of(run: Runner, x: Operand, source: Array, slots: int, inverse: Array | None = None) -> Any:
-    """The row of x that each slot of `source` belongs to, as x is, quantised or not; `inverse`: of `routing.gather`."""
+def rows_of(run: Runner, x: Operand, source: Array, inverse: Array) -> Any:
+    """The row of x that each slot of `source` [M] belongs to, as x is, quantised or not.
+
+    Args:
+        inverse: int32 [T, k], the row of each slot.
+    """
+    slots = run.spec(inverse).shape[1]
     if not isinstance(x, QTensor):
         return routing.gather(run, x, source, slots, inverse=inverse)
     call = routing_calls.gather_rows(run.spec(x.scales), run.spec(source), slots, axis=scale_axis(run, x))
@@ -116,9 +119,9 @@ def rows_of(run: Runner, x: Operand, source: Array, slots: int, inverse: Array |
     return QTensor(values, scales, None, x.format, 1, (run.spec(source).shape[0], x.shape[1]), x.dtype)
 
 
-def _wide_rows(run: Runner, x: Operand, source: Array, slots: int, sizes: Array, inverse: Array | None = None) -> Array:
+def _wide_rows(run: Runner, x: Operand, source: Array, inverse: Array, sizes: Array) -> Array:
     """As `rows_of`, dequantised where x is quantised, for what quantises them along other axes."""
-    rows = rows_of(run, x, source, slots, inverse)
+    rows = rows_of(run, x, source, inverse)
     return plain_rows(run, rows, sizes) if isinstance(rows, QTensor) else rows
 
 
@@ -147,7 +150,7 @@ def at_hidden(
         specs: of the rows (`row_specs`). x: [T, K], read where h is computed again. dy: [T, K].
     """
     op, slots = keeps_tokens(op), run.spec(order.inverse).shape[1]
-    rows = None if x is None else rows_of(run, x, order.source, slots, order.inverse)
+    rows = None if x is None else rows_of(run, x, order.source, order.inverse)
     d_rows = routing.gather(run, dy, order.source, slots, inverse=order.inverse)
     operands = (rows, h, z, wi, wo, order.sizes, order.probs, wi_bias, wo_bias, d_rows)
     found = mlp.at_hidden(run, op, specs, *operands, needs, extras=extras, beside=beside)
@@ -178,10 +181,10 @@ def first_product(
             reads the dequantised values.
         grad_input: the caller's [T, K] buffer for dx.
     """
-    op, slots = keeps_tokens(op), run.spec(order.inverse).shape[1]
+    op = keeps_tokens(op)
     rows = None
     if needs.wi and x is not None:
-        rows = _wide_rows(run, x, order.source, slots, order.sizes, order.inverse)
+        rows = _wide_rows(run, x, order.source, order.inverse, order.sizes)
     operands = (rows, wi, order.sizes, dh, of_dh, needs)
     found = mlp.first_product(run, op, specs, *operands, extras=extras or Extras(), beside=beside)
     if found.x is None:
@@ -191,7 +194,14 @@ def first_product(
 
 
 def first_rows(
-    run: Runner, op: Linear, wi: OperandSpec, x: Operand, source: Array, slots: int, sizes: Array, scale: Array | None
+    run: Runner,
+    op: Linear,
+    wi: OperandSpec,
+    x: Operand,
+    source: Array,
+    inverse: Array,
+    sizes: Array,
+    scale: Array | None,
 ) -> Operand:
     """The rows of x [T, K] as the gradient of wi reads them; `weight_grad` may take them at any later time.
 
@@ -200,7 +210,7 @@ def first_rows(
     Args:
         op: the first product. wi: spec of its weight. scale: quantisation scales [G] of delayed scaling.
     """
-    rows = _wide_rows(run, x, source, slots, sizes)
+    rows = _wide_rows(run, x, source, inverse, sizes)
     recipe = op.resolve(run.spec(rows), wi)
     return rows_for_wgrad(run, recipe, rows, sizes, Extras(x=scale, measure=False)).forms[0]
 

@@ -112,7 +112,7 @@ def there(
 
 def _codes_there(x: Any, fmt: Format, way: Way) -> QTensor[Any]:
     """The rows sent of x [T, H], quantised before they are sent; both arrays travel as whole bytes."""
-    rows = jax.lax.stop_gradient(_rows.codes(_rows.Codes(fmt, way.option.slots), x, way.source, way.inverse))
+    rows = jax.lax.stop_gradient(_rows.codes(fmt, x, way.source, way.inverse))
     at = routed.scale_axis(RUN, rows)
 
     def bytes_there(array: Any, move: Any) -> Any:

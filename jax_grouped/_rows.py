@@ -131,21 +131,13 @@ unpermute = jax.custom_vjp(_unpermute_value, nondiff_argnums=(0,))
 unpermute.defvjp(_unpermute_fwd, _unpermute_bwd, symbolic_zeros=True)
 
 
-class Codes(NamedTuple):
-    """Static options of `codes`: the format, and the slots of a token."""
-
-    format: Format
-    slots: int
-
-
-def _codes_value(options: Codes, x: Any, source: Any, inverse: Any) -> QTensor[Any]:
-    q = routed.codes_of(RUN, x, options.format, one_group(x.shape[0]))
-    return routed.rows_of(RUN, q, source, options.slots, inverse)
+def _codes_value(fmt: Format, x: Any, source: Any, inverse: Any) -> QTensor[Any]:
+    return routed.rows_of(RUN, routed.codes_of(RUN, x, fmt, one_group(x.shape[0])), source, inverse)
 
 
 codes = jax.custom_vjp(_codes_value, nondiff_argnums=(0,))
-"""The rows of x [T, H] that each slot of `source` [M] belongs to, of x quantised, without gradient. `inverse` [T, k]: the
-row of each slot."""
+"""The rows of x [T, H] that each slot of `source` [M] belongs to, of x quantised, without gradient; `inverse` [T, k] has
+the row of each slot."""
 codes.defvjp(lambda *given: (_codes_value(*given), None), lambda *_: (None, None, None))
 
 

@@ -21,10 +21,10 @@ from grouped_core.quantizing import NO_MEASURES
 from grouped_core.routing import Order
 from torch_bridge import _saved
 from torch_bridge._args import Arguments
-from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved, rows_of_tokens
+from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import ROUTED_NAMES
-from torch_bridge._gradients import WeightGradient, with_forms
+from torch_bridge._gradients import WeightGradient
 from torch_bridge._lora_args import (
     MLP_LORA_NAMES,
     AdaptedMlp,
@@ -34,8 +34,10 @@ from torch_bridge._lora_args import (
 )
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Rule, prepare
+from torch_bridge._routed_args import rows_of_tokens
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import rows_spec
+from torch_bridge._weight_forms import with_forms
 from torch_bridge.sizes import every_row
 
 NAME, ROUTED_NAME = "grouped_mlp_lora", "routed_mlp_lora"

@@ -20,11 +20,12 @@ from torch_bridge import _saved
 from torch_bridge._args import Arguments
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
-from torch_bridge._gradients import WeightGradient, with_forms
+from torch_bridge._gradients import WeightGradient
 from torch_bridge._lora_args import LORA_NAMES, Adapted, AdaptedSpecs, adapted_arguments
 from torch_bridge._operators import call, call_prepared, define
 from torch_bridge._record import prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
+from torch_bridge._weight_forms import with_forms
 
 NAME = "grouped_linear_lora"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from grouped_core import activations, linear_spec, memory, mlp_spec, scaling
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
-from grouped_core.formats import Format, QTensor, wide
+from grouped_core.formats import QTensor, wide
 from grouped_core.linear_spec import Linear, Names, implementation_names, recipe_option
 from grouped_core.lora import LORA
 from grouped_core.memory import Span
@@ -27,11 +27,10 @@ from grouped_core.plans import Planner
 from grouped_core.products import in_form, operand_spec, quantized_spec
 from grouped_core.ranks import check_member, check_rank, letters
 from grouped_core.recipes import BoundRecipe, Recipe
-from grouped_core.routing_spec import check_routed_mlp
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._cache import Cache
-from torch_bridge._checks import MLP_NAMES, NAMES, ROUTED_NAMES, address, check_memory, check_operand, refuse_transforms
+from torch_bridge._checks import MLP_NAMES, NAMES, address, check_memory, check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import FactsCache
 from torch_bridge._scaling import Scaling
@@ -47,36 +46,17 @@ from torch_bridge._tensors import (
     members,
     parts_of,
     rows_spec,
-    settle_rows,
     tensors_of,
 )
+from torch_bridge._weight_forms import WeightForms
 from torch_bridge.exchange import is_foreign
-from torch_bridge.sizes import prepare_sizes, saturate
+from torch_bridge.sizes import prepare_sizes
 
 Members = Tensor | Sequence[Tensor]
 """One packed tensor, or a list of one tensor per group."""
 
 Accumulators = str | tuple[Tensor | Sequence[Tensor | None] | None, Tensor | Sequence[Tensor | None] | None]
 """The argument `wgrad_accum` of an MLP: "main_grad", or a pair for the two weights."""
-
-
-class WeightForms(Protocol):
-    """The cache of a layer: it keeps the quantised weight between forward passes."""
-
-    def __call__(
-        self,
-        weight: Tensor | list[Tensor],
-        wanted: tuple[tuple[int, Format], ...],
-        scale: Tensor | None,
-        amax: Tensor | None,
-        scale_mark: tuple[Any, ...],
-    ) -> Sequence[QTensor[Tensor]]:
-        """The weight quantised for each requested axis and format; delayed scaling updates `amax` with its amax.
-
-        Args:
-            scale: [G], scales of delayed scaling. scale_mark: identifies the scales; it differs after each update.
-        """
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -120,14 +100,11 @@ class Arguments:
         """
         found: list[Tensor | None] = [self.leaf, self.row_scale]
         for each in self.leaves_of:
-            found += members(each) or _NO_LEAF
+            found += members(each) or [None]
         for bias in self.biases:
             if bias is not None:
                 found += members(bias)
         return found
-
-
-_NO_LEAF = (None,)
 
 
 @dataclass(slots=True, eq=False)
@@ -194,14 +171,14 @@ _WEIGHT = (NAMES.w,)
 
 
 def _check_linear(
-    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], masters: tuple[Any, ...]
+    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> tuple[Tensor, Any, Any]:
     """(sizes as the kernels read them, the operation, specs); raises if the operands do not fit together."""
     rows, weight, sizes, row_scale, bias = operands
     transposed, recipe, scale_bias, rows_hint, names = options
-    x_master, w_master = masters
+    x_dtype, w_dtype = dtypes
     first = home(rows)
-    _check_rows(NAMES.x, rows, first)
+    check_rows(NAMES.x, rows, first)
     sizes, _ = prepare_sizes(sizes, first, NAMES)
     _check_weight(("linear", "w"), NAMES.w, weight, first, transposed=transposed)
     if bias is not None:
@@ -209,19 +186,14 @@ def _check_linear(
     if row_scale is not None:
         check_operand(NAMES.row_scale, row_scale, first)
     op = Linear(
-        NAMES,
-        transposed=transposed,
-        recipe=recipe,
-        scale_bias=scale_bias,
-        rows_hint=rows_hint,
-        implementation=names,
+        NAMES, transposed=transposed, recipe=recipe, scale_bias=scale_bias, rows_hint=rows_hint, implementation=names
     )
-    specs = (packed_spec(rows, 0), packed_spec(weight, 3), packed_spec(bias, 2), packed_spec(row_scale, 0))
+    specs = (packed_spec(rows, rows=True), packed_spec(weight), packed_spec(bias), packed_spec(row_scale, rows=True))
     linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
     check_bound(bounds[0], specs[1].shape[0], first)
     if isinstance(rows, QTensor) or isinstance(weight, QTensor):  # gradients have the dtypes of the master tensors
-        op = dataclasses.replace(op, recipe=op.resolve(*specs[:2]), wgrad_dtype=w_master and w_master.dtype)
-        specs = (specs[0]._replace(dtype=x_master.dtype if x_master else specs[0].dtype), *specs[1:])
+        op = dataclasses.replace(op, recipe=op.resolve(*specs[:2]), wgrad_dtype=w_dtype)
+        specs = (specs[0]._replace(dtype=x_dtype or specs[0].dtype), *specs[1:])
     return sizes, op, tuple(map(_static, specs))
 
 
@@ -246,58 +218,34 @@ def mlp_arguments(
     caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
     *,
     join: bool = True,
+    operation: str = "grouped_mlp",
     names: MlpNames = MLP_NAMES,
+    check: Callable[..., tuple[Tensor, Mlp, MlpSpecs]] | None = None,
 ) -> Arguments:
     """The checked arguments of `grouped_mlp`; it raises the same errors.
 
     Args:
         recipe: may also be a pair of bound recipes, for two layers that each have their own scaling state.
         join: whether gate and linear half are concatenated if they have to be quantised; otherwise that is refused.
-        names: of the arguments. With `ROUTED_NAMES` they are those of `routed_mlp`: the sizes are the experts.
+        operation, names, check: of another MLP, whose arguments correspond to these: its name, the names of its
+            arguments, and its check, as in `_arguments`.
     """
-    routed = names is ROUTED_NAMES
-    refuse_transforms("routed_mlp" if routed else "grouped_mlp", x, wi, wo, probs, wi_bias, wo_bias)
-    sizes, rows_hint = (group_sizes, 0) if routed else unwrap(group_sizes)
+    refuse_transforms(operation, x, wi, wo, probs, wi_bias, wo_bias)
+    sizes, rows_hint = unwrap(group_sizes)
     of_layers = isinstance(recipe, tuple) and len(recipe) == 2 and isinstance(recipe[0], BoundRecipe)
     bounds = recipe if of_layers else (recipe_option(recipe),)
     pinned = implementation_names(implementation)
     paired = is_pair(wi)
     options = (names, bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint, pinned, paired)
-    if paired and join and mlp_spec.joins(op := _mlp(options), _with_master(x)[1]):
+    if paired and join and mlp_spec.joins(op := mlp_of(options), _with_master(x)[1]):
         wi, options = _joined_pair(op, wi, wgrad_accum), (*options[:-1], False)
     weights, biases, of_weights = (wi, wo), (wi_bias, wo_bias), (names.wi, names.wo)
-    return _arguments(_check_mlp, of_weights, x, weights, sizes, probs, biases, options, bounds, wgrad_accum, caches)
+    check = check or _check_mlp
+    return _arguments(check, of_weights, x, weights, sizes, probs, biases, options, bounds, wgrad_accum, caches)
 
 
-def routed_arguments(
-    x: Any,
-    experts: Any,
-    weights: Any,
-    wi: Any,
-    wo: Any,
-    rhs_transposed: bool,
-    activation: str | Activation,
-    wi_bias: Members | None,
-    wo_bias: Members | None,
-    recipe: Any,
-    residuals: str | Residuals,
-    wgrad_accum: Any,
-    implementation: str | Sequence[str] | None,
-    caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
-) -> Arguments:
-    """The checked arguments of `routed_mlp`; it raises the same errors. Their `sizes` are the experts."""
-    if isinstance(experts, Tensor):
-        if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
-            raise TypeError(
-                f"`{ROUTED_NAMES.sizes}` of routed_mlp: dtype {dtype_name(experts.dtype)}, expected integers; pass "
-                "numbers of experts."
-            )
-        experts = saturate(experts)
-    base = (x, wi, wo, experts, rhs_transposed, activation, weights, wi_bias, wo_bias, recipe, residuals)
-    return mlp_arguments(*base, wgrad_accum, implementation, caches, names=ROUTED_NAMES)
-
-
-def _mlp(options: Sequence[Any]) -> Mlp:
+def mlp_of(options: Sequence[Any]) -> Mlp:
+    """The operation with the options of `mlp_arguments`."""
     names, transposed, activation, recipe, residuals, rows_hint, pinned, paired = options
     return Mlp(
         names,
@@ -312,58 +260,46 @@ def _mlp(options: Sequence[Any]) -> Mlp:
 
 
 def _check_mlp(
-    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], masters: tuple[Any, ...]
+    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> tuple[Tensor, Any, Any]:
     """(sizes as the kernels read them, the operation, specs); raises if the operands do not fit together."""
-    rows, wi, wo, sizes, probs, wi_bias, wo_bias = operands
-    op = _mlp(options)
-    names, first = op.names, home(rows)
-    routed = names == ROUTED_NAMES
-    _check_rows(names.x, rows, first)
-    if routed:
-        _check_routing(rows, sizes, probs)
-    else:
-        sizes, _ = prepare_sizes(sizes, first, Names(names.x, names.wi))
-        if probs is not None:
-            check_operand(names.probs, probs, first)
+    rows, wi, wo, sizes, probs, *biases = operands
+    op, first = mlp_of(options), home(rows)
+    check_rows(op.names.x, rows, first)
+    sizes, _ = prepare_sizes(sizes, first, Names(op.names.x, op.names.wi))
+    if probs is not None:
+        check_operand(op.names.probs, probs, first)
+    of_wi, of_wo, *of_biases = weight_specs(op, wi, wo, biases, first)
+    specs = MlpSpecs(packed_spec(rows, rows=True), of_wi, of_wo, packed_spec(probs, rows=True), *of_biases)
+    mlp_spec.check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
+    return sizes, *checked_mlp(op, specs, bounds, dtypes, first)
+
+
+def weight_specs(op: Mlp, wi: Any, wo: Any, biases: Sequence[Any], first: Tensor) -> tuple[Any, ...]:
+    """The specs of both weights and of both biases, after checks of each by itself; `first`: determines the device."""
+    names = op.names
     if op.paired:
         for at, half in enumerate(wi):
             check_operand(f"{names.wi}[{at}]", half, first)
         mlp_spec.check_pair(op, *map(fixed_spec, wi))
-        wi_spec: Any = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, wi))))
+        of_wi: Any = operand_spec(Planner(), in_form(op.fc1(), tuple(map(fixed_spec, wi))))
     else:
         _check_weight(("mlp", "wi"), names.wi, wi, first, transposed=op.transposed)
-        wi_spec = packed_spec(wi, 3)
+        of_wi = packed_spec(wi)
     _check_weight(("mlp", "wo"), names.wo, wo, first, transposed=op.transposed)
-    for name, bias in (("wi_bias", wi_bias), ("wo_bias", wo_bias)):
+    for name, bias in zip(("wi_bias", "wo_bias"), biases, strict=True):
         if bias is not None:
             check_members(("mlp", name), getattr(names, name), bias, first)
-    probs_spec, *of_biases = packed_spec(probs, 0), packed_spec(wi_bias, 2), packed_spec(wo_bias, 2)
-    specs = given = MlpSpecs(packed_spec(rows, 0), wi_spec, packed_spec(wo, 3), probs_spec, *of_biases)
-    sizes_spec = ArraySpec(specs.wo.shape[:1], "int32") if routed else fixed_spec(sizes)
-    if routed:  # the MLP is that of the rows of slots, in as many groups as there are weights
-        count = given.x.shape[0] * int(sizes.shape[1])
-        x_spec = ArraySpec((count, given.x.shape[1]), given.x.dtype)
-        specs = given._replace(x=x_spec, probs=ArraySpec((count,), probs_spec.dtype))
-    if routed and isinstance(rows, QTensor):  # formats are checked here; where gradients are concerned rows are plain
-        mlp_spec.check(op, *given[:3], sizes_spec, None, *of_biases)
-    else:
-        mlp_spec.check(op, *specs[:3], sizes_spec, *specs[3:])
+    return of_wi, packed_spec(wo), *[packed_spec(bias) for bias in biases]
+
+
+def checked_mlp(
+    op: Mlp, specs: MlpSpecs, bounds: tuple[BoundRecipe, ...], dtypes: tuple[Any, ...], first: Tensor
+) -> tuple[Mlp, MlpSpecs]:
+    """(the operation, its specs), of which all but the bound recipes is checked; `dtypes`: as in `_arguments`."""
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
-    dtypes = tuple([master and master.dtype for master in masters[1:]])  # those of gradients
-    return sizes, dataclasses.replace(op, master_dtypes=dtypes), MlpSpecs(*map(_static, specs))
-
-
-def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: Tensor) -> None:
-    """Checks tokens [T, K] and their experts and weights [T, k]. Raises TypeError or ValueError."""
-    names, x = ROUTED_NAMES, home(tokens)
-    check_operand(names.sizes, experts, x)
-    check_operand(names.probs, weights, x)
-    settle_rows(x, experts, weights)  # values of tokens have T rows in every format whose scales are per row
-    check_routed_mlp(packed_spec(tokens, 0), rows_spec(experts), rows_spec(weights))
-    for each in (experts, weights):
-        torch._check(each.shape[0] == x.shape[0])  # torch.compile may have given them symbols of their own
+    return dataclasses.replace(op, master_dtypes=dtypes[1:]), MlpSpecs(*map(_static, specs))
 
 
 def is_pair(operand: Any) -> bool:
@@ -408,7 +344,8 @@ def _arguments(
     """The checked arguments of an operation.
 
     Args:
-        check: of its operands and options, called where the result for their facts is not known yet.
+        check: of its operands, what is bound, its options, and the dtypes of the master tensors of x and the weights;
+            called where the result for their facts is not known yet.
         names: of its weights, which also tell the operations apart.
         sizes: or experts. row_scale: or probabilities.
         options: hashable. bounds: what belongs to all products, or one for each.
@@ -442,7 +379,8 @@ def _arguments(
         else:
             found = None if cache is None else cache.find(arrays)
     if found is None:
-        checked_sizes, op, specs = check(operands, bounds, options, masters or (None,) * (1 + len(weights)))
+        dtypes = tuple([each and each[0] for each in masters]) or (None,) * (1 + len(weights))
+        checked_sizes, op, specs = check(operands, bounds, options, dtypes)
         found = Checked(op, specs, lists_of(leaves_of, biases), names)
         if cache is not None and checked_sizes is sizes:
             cache.keep(arrays, 0, found)
@@ -451,34 +389,22 @@ def _arguments(
         weights, biases = tuple(map(whole_operand, weights)), tuple(map(whole_operand, biases))
     if found.op.paired:
         weights = (in_form(found.op.fc1(), tuple(weights[0])), weights[1])
-    accumulators: tuple[Sequence[Tensor | None], ...] = _NO_ACCUMULATORS[: len(weights)]
+    accumulators: tuple[Sequence[Tensor | None], ...] = ((),) * len(weights)
     if wgrad_accum is not None:
         accumulators = _accumulators(wgrad_accum, names, leaves_of, found.specs[1 : 1 + len(weights)], x)
+    to_main_grad = isinstance(wgrad_accum, str)
     arguments = Arguments(
-        x,
-        weights,
-        sizes,
-        biases,
-        row_scale,
-        leaf,
-        leaves_of,
-        found,
-        bound_scaling,
-        isinstance(wgrad_accum, str),
-        accumulators,
-        caches,
+        x, weights, sizes, biases, row_scale, leaf, leaves_of, found, bound_scaling, to_main_grad, accumulators, caches
     )
     if wgrad_accum is not None and any(accumulators):
-        parts = [[each] for each in accumulators[0]] if len(weights) == 1 else accumulators
         single = isinstance(wgrad_accum, Tensor)
-        of_parts = [NAMES.accum if single else f"{NAMES.accum}[{at}]" for at in range(len(parts))]
-        written = [(name, each) for name, part in zip(of_parts, parts, strict=True) for each in part]
-        check_apart_from_operands(written, arguments)
+        parts = [[each] for each in accumulators[0]] if len(weights) == 1 else accumulators
+        named = [(NAMES.accum if single else f"{NAMES.accum}[{at}]", part) for at, part in enumerate(parts)]
+        check_apart_from_operands([(name, each) for name, part in named for each in part], arguments)
     return arguments
 
 
 _UNBOUND = Scaling()
-_NO_ACCUMULATORS = ((), ())
 
 
 def _arrays(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
@@ -486,31 +412,17 @@ def _arrays(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
     arrays: list[Any] = []
     layouts: list[Any] = []
     for each in operands:
-        if isinstance(each, QTensor):
-            arrays += parts_of(each)
-            facts = [(form.format, form.axis, tuple(form.shape), form.dtype) for form in forms_of(each)]
-            layouts.append((*facts, *[part is None for form in forms_of(each) for part in form.slots]))
-        else:
-            arrays.append(each)
+        forms = forms_of(each) if isinstance(each, QTensor) else []
+        arrays += [part for form in forms for part in form.slots] or [each]
+        layouts.append(tuple([(form.format, form.axis, tuple(form.shape), form.dtype) for form in forms]))
     return tuple(arrays), layouts
 
 
-class _Master(NamedTuple):
-    """Facts of the master tensors of a quantised operand: the dtype as a spec names it, and their form."""
-
-    dtype: str
-    tensors: int
-    packed: bool
-
-
-def _with_master(operand: Any) -> tuple[Any, Any, _Master | None]:
-    """(what receives the gradient, the operand itself, facts of the former if it is the master of a quantised one)."""
-    master = master_of(operand)
-    if master is None or master is operand:
-        return master, operand, None
-    several = members(master)
-    facts = _Master(dtype_name(several[0].dtype), len(several), is_packed(several))
-    return master, operand.q if isinstance(operand, StraightThrough) else operand, facts
+def _with_master(operand: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
+    """(what receives the gradient, the operand itself, the dtype and the form of the former if it is a master)."""
+    if not isinstance(operand, StraightThrough):
+        return master_of(operand), operand, None
+    return operand.master, operand.q, (dtype_name(members(operand.master)[0].dtype), *lists_of((operand.master,), ()))
 
 
 def whole_operand(operand: Any) -> Any:
@@ -518,18 +430,14 @@ def whole_operand(operand: Any) -> Any:
     return list(operand) if isinstance(operand, tuple) else operand
 
 
-def packed_spec(operand: Any, packed_rank: int) -> Any:
-    """The spec of an operand; a list has the spec of the packed tensor, and None has none.
-
-    Args:
-        packed_rank: number of axes of the packed tensor; 0 for an operand of rows.
-    """
+def packed_spec(operand: Any, *, rows: bool = False) -> Any:
+    """The spec of an operand, which may have rows; a list has the spec of the packed tensor, and None has none."""
     if operand is None:
         return None
     if isinstance(operand, QTensor):
         return quantized_spec(operand, fixed_spec)
     if isinstance(operand, Tensor):
-        return fixed_spec(operand) if packed_rank else rows_spec(operand)
+        return rows_spec(operand) if rows else fixed_spec(operand)
     one = fixed_spec(operand[0])
     return ArraySpec((len(operand), *one.shape), one.dtype)
 
@@ -545,22 +453,20 @@ def _static(spec: OperandSpec | None) -> Any:
     return spec._replace(shape=shape)
 
 
-def _check_rows(name: str, rows: Any, first: Tensor) -> None:
-    if isinstance(rows, QTensor):
-        for part in parts_of(rows):
-            check_operand(name, part, first)
-        return
-    check_operand(name, rows, first)
-    check_memory(name, rows)
-    check_rank("linear", "x", name, rows.shape)
+def check_rows(name: str, rows: Any, first: Tensor) -> None:
+    """Checks rows, quantised or not, as operands on the device of `first`. Raises TypeError or ValueError."""
+    for part in parts_of(rows) if isinstance(rows, QTensor) else [rows]:
+        check_operand(name, part, first)
+    if isinstance(rows, Tensor):
+        check_memory(name, rows)
+        check_rank("linear", "x", name, rows.shape)
 
 
 def _check_weight(kind: tuple[str, str], name: str, weight: Any, first: Tensor, *, transposed: bool) -> None:
     if isinstance(weight, QTensor):
-        for part in parts_of(weight):
-            check_operand(name, part, first)
-        return
-    check_members(kind, name, weight, first, transposed=transposed)
+        check_rows(name, weight, first)
+    else:
+        check_members(kind, name, weight, first, transposed=transposed)
 
 
 def check_members(
@@ -694,9 +600,8 @@ def accumulators_of(given: Any, leaves: list[Tensor], accum_name: str, weight_na
             f"`{accum_name}`: {len(found)} tensors, expected one for each of the {len(leaves)} weights, in the same "
             "form (a tensor for a packed weight, a list for a list); pass None for a frozen member of a list."
         )
-    owners = leaf_names(leaves, weight_name)
-    for at, (accumulator, leaf, owner) in enumerate(zip(found, leaves, owners, strict=True)):
-        name = accum_name if isinstance(given, Tensor) else f"{accum_name}[{at}]"
+    names = (leaf_names(leaves, accum_name), leaf_names(leaves, weight_name))
+    for accumulator, leaf, name, owner in zip(found, leaves, *names, strict=True):
         if accumulator is None:
             if leaf.requires_grad:
                 raise ValueError(
@@ -735,7 +640,7 @@ def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | Non
     check_apart_from_operands(written, given)
     if grad_input is None:
         return
-    spec: Any = packed_spec(given.x, 0)
+    spec: Any = packed_spec(given.x, rows=True)
     linear_spec.check_buffer(NAMES.grad_input, rows_spec(grad_input), ArraySpec(spec.shape, wide(spec.dtype)))
     if given.leaf is None or not given.leaf.requires_grad:
         raise ValueError(

@@ -7,13 +7,14 @@ either. A cast costs one pass per tensor and call; torch's cache of casts within
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grouped_core.formats import QTensor
+from grouped_core.lora import LORA
 from torch_bridge._gradients import Owner
 from torch_bridge._tensors import StraightThrough
 from torch_bridge.quantized_weight import QuantizedWeight
@@ -47,19 +48,17 @@ def cast(operand: Any, dtype: torch.dtype | None) -> Any:
     return operand.to(dtype) if operand.dtype in _CAST and operand.dtype != dtype else operand
 
 
-Operands = tuple[Any, Sequence[Any], Sequence[Any], tuple[Owner | None, ...]]
-"""x, weights, biases, and for each weight the owner of its `main_grad` and flags if that is not the weight itself."""
+_OPERANDS = ("x", "weight", "bias", "wi", "wo", "wi_bias", "wo_bias", LORA)
 
 
-def operands(x: Any, weights: Sequence[Any], biases: Sequence[Any]) -> Operands:
-    """The operands of a public function as kernels read them: cast if autocast is on for the device of `x`."""
-    dtype = dtype_of(x)
-    if dtype is None:
-        return x, weights, biases, (None,) * len(weights)
-    return cast(x, dtype), cast(weights, dtype), cast(biases, dtype), tuple([_owner(each) for each in weights])
+def cast_named(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a public function by their names, those cast that autocast casts."""
+    dtype = dtype_of(arguments["x"])
+    return {name: cast(each, dtype) if name in _OPERANDS else each for name, each in arguments.items()}
 
 
-def _owner(weight: Any) -> Owner | None:
+def owner(weight: Any) -> Owner | None:
+    """The owner of `main_grad` and flags of a weight that is cast, which is the weight itself."""
     if isinstance(weight, Tensor):
         return Owner((weight,), None)
     return Owner(tuple(weight), None) if isinstance(weight, (list, tuple)) else None

@@ -12,27 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core.formats import QTensor
 from torch_bridge import _saved
 from torch_bridge._args import Arguments, Checked, check_buffers, check_gradient
 from torch_bridge._checks import NAMES
 from torch_bridge._compiling import is_compiling
-from torch_bridge._gradients import (
-    Owner,
-    Route,
-    WeightGradient,
-    check_listed_once,
-    once_differentiable,
-)
+from torch_bridge._gradients import Owner, Route, WeightGradient, check_listed_once
+from torch_bridge._once import once_differentiable
 from torch_bridge._record import Prepared
 from torch_bridge._scaling import Scaling, with_copied_scales
-from torch_bridge._tensors import Form, Layouts, as_read, pack, unpack
+from torch_bridge._tensors import Layouts, as_read, pack, unpack
 
 Owners = tuple[Owner | None, ...]
 """For each product, the parameters and queue of the module that owns its weight, or None."""
-
-Overwrites = tuple[tuple[bool, ...] | None, ...]
-"""For each weight, whether each tensor's gradient replaces the content of its accumulator; None: ask the tensors."""
 
 Deliver = Callable[[int, WeightGradient], None]
 """(product, gradient of its weight) -> None."""
@@ -73,21 +64,6 @@ MainGradients = tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
 """All gradients except those of weights: of x, of the row scale or probabilities, and of each bias [G, N]."""
 
 
-def _rows_of_x(given: Arguments) -> Any:
-    return given.x.shape[0]
-
-
-def rows_of_tokens(given: Arguments) -> Any:
-    """M of tokens [T, K] whose `sizes` are their experts [T, k].
-
-    Where rows are quantised it is a number, because lengths of their forms are no multiples of a symbol.
-    """
-    rows, recipe = given.x.shape[0] * int(given.sizes.shape[1]), given.checked.op.recipe
-    operands = [given.x, *given.weights, *[each for _, each in given.base]]
-    quantised = recipe is not None and recipe.quantized
-    return int(rows) if quantised or any(isinstance(each, QTensor) for each in operands) else rows
-
-
 @dataclass(frozen=True, eq=False)
 class Operation:
     """The differences between the linear operation and the MLPs.
@@ -117,7 +93,7 @@ class Operation:
     facts: Callable[..., Facts]
     forward: Callable[[Arguments, Facts, Scaling, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
     backward: Callable[[Saved, list[Any], Any, Tensor | None, Deliver], MainGradients]
-    count: Callable[[Arguments], Any] = _rows_of_x
+    count: Callable[[Arguments], Any] = lambda given: given.x.shape[0]
     at_once: bool = False
 
 
@@ -127,12 +103,13 @@ def differentiable(
     out: Tensor | None,
     grad_input: Tensor | None,
     owners: Owners | None = None,
-    overwrite: Overwrites | None = None,
+    overwrite: tuple[tuple[bool, ...] | None, ...] | None = None,
 ) -> Tensor:
     """The result for checked arguments, with an autograd history if a gradient is needed.
 
     Args:
-        overwrite: only a node of a graph of torch.compile gives it.
+        overwrite: for each weight, whether each tensor's gradient replaces the content of its accumulator; None: ask
+            the tensors. Only a node of a graph of torch.compile gives it.
     """
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
@@ -149,19 +126,11 @@ def differentiable(
         y, _ = operation.forward(given, facts, given.scaling, operation.count(given), out)
         return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
     if elsewhere:
-        owners = owners or (None,) * len(rest.routes)
-        products = [*zip(rest.routes, given.leaves, given.accumulators, owners, strict=True)]
-        check_listed_once(
-            *[
-                (route.name, leaves, owner, given.to_main_grad or len(accumulators) > 0)
-                for route, leaves, accumulators, owner in products
-            ]
-        )
-        replaced = overwrite or (None,) * len(rest.routes)
-        routes = [
-            route.elsewhere(leaves, accumulators, owner, own, to_main_grad=given.to_main_grad)
-            for (route, leaves, accumulators, owner), own in zip(products, replaced, strict=True)
-        ]
+        none = (None,) * len(rest.routes)
+        of_each: Any = (given.leaves, given.accumulators, owners or none, overwrite or none)
+        products = zip(rest.routes, *of_each, strict=True)
+        routes = [route.elsewhere(*own, to_main_grad=given.to_main_grad) for route, *own in products]
+        check_listed_once(*[(route.name, route.owners) for route in routes])
         rest = rest._replace(routes=routes, accumulators=given.accumulators)
     if grad_input is not None:
         rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)
@@ -226,10 +195,8 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...], elsew
     """
     lists, weights = checked.lists, len(operation.weights)
     needs_x, needs_scale, *of_members = needed or [False] * (2 + sum(count for count, _ in lists))
-    live, start = [], 0
-    for count, _ in lists:
-        live.append(tuple([at for at in range(count) if of_members[start + at]]))
-        start += count
+    flags = iter(of_members)
+    live = [tuple([at for at in range(count) if next(flags)]) for count, _ in lists]
     several = [len(each) > 0 for each in live]
     needs = operation.needs(needs_x, several[:weights], needs_scale, several[weights:])
     biases = [(*own, some) for own, some in zip(lists[weights:], live[weights:], strict=True)]
@@ -253,18 +220,6 @@ def forward_and_saved(
     return y if out is None else y.detach(), tensors, Saved(facts, scaling, layouts, rows)
 
 
-def saved_names(operation: Operation, saved: Saved) -> list[str]:
-    """The names of the first of the saved tensors, those of rows."""
-    names: list[str] = []
-    for base, (layout, _) in zip(operation.rows, saved.layouts, strict=False):
-        if layout is None:
-            names.append(base)
-        while isinstance(layout, Form):
-            names += [f"{base}_q", *[f"{base}_scale"] * sum(layout.scaled)]
-            layout = layout.other
-    return names
-
-
 class _Differentiable(torch.autograd.Function):
     """Gradients around the operators. It saves what backward reads, never results."""
 
@@ -275,7 +230,7 @@ class _Differentiable(torch.autograd.Function):
         given, facts, rest, out = static
         y, tensors, saved = forward_and_saved(rest.operation, given, facts, out)
         if _saved.listeners:
-            _saved.tell(tensors, saved_names(rest.operation, saved))
+            _saved.tell(tensors, _saved.names_of(rest.operation.rows, saved.layouts))
         ctx.save_for_backward(*tensors)
         # NOTE: routes are not saved tensors: destinations may change until backward, which needs Parameters themselves.
         ctx.facts = saved, rest

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge import _codec, main_grad
-from torch_bridge._args import WeightForms, leaf_names
+from torch_bridge import _autocast, _codec, main_grad
+from torch_bridge._args import leaf_names
 from torch_bridge._autograd import Operation, Owners, differentiable
 from torch_bridge._compiling import is_compiling
-from torch_bridge._gradients import Owner, check_listed_once
+from torch_bridge._gradients import check_listed_once
 from torch_bridge._tensors import master_of, members, settle_rows
+from torch_bridge._weight_forms import WeightForms
 
 OPERATIONS: dict[str, Operation] = {}
 """The operations by name, because a graph can hold a name but not an operation."""
@@ -25,31 +26,41 @@ def run(
     implementation: Any,
     out: Tensor | None,
     grad_input: Tensor | None,
-    owners: Owners,
-    caches: tuple[WeightForms | None, ...],
+    owners: Owners | None = None,
+    caches: tuple[WeightForms | None, ...] | None = None,
+    *,
+    cast: tuple[int, ...] = (),
 ) -> Tensor:
-    """Runs an operation on operands to which autocast has been applied.
+    """Runs an operation.
 
     Args:
         name: of the operation. arguments: of its public function, up to the recipe or the residual policy.
         owners, caches: for each weight, the module that owns it, and the cache of its layer; or None.
+        cast: the positions of the arguments to which autocast applies; those at `Operation.places` are added.
     """
     operation = OPERATIONS[name]
+    if cast and (dtype := _autocast.dtype_of(arguments[0])) is not None:
+        owners = tuple([_autocast.owner(arguments[place]) for place in operation.places])
+        places = (*cast, *operation.places)
+        arguments = tuple([_autocast.cast(each, dtype) if at in places else each for at, each in enumerate(arguments)])
     if not is_compiling():
-        given = operation.check(*arguments, wgrad_accum, implementation, caches)
+        of_layer = () if caches is None else (caches,)
+        given = operation.check(*arguments, wgrad_accum, implementation, *of_layer)
         return differentiable(operation, given, out, grad_input, owners)
     # A graph holds tensors but no state of Parameters, so that state is read while the graph is traced.
     masters = [master_of(arguments[place]) for place in operation.places]
+    owners = owners or (None,) * len(masters)
     parameters = [
         members(master) if owner is None else owner.parameters for owner, master in zip(owners, masters, strict=True)
     ]
     to_main_grad = isinstance(wgrad_accum, str)
-    outside = [_stays_outside(owner, own, to_main_grad) for owner, own in zip(owners, parameters, strict=True)]
-    if True in outside or [each for each in caches if each is not None]:
+    delayed = [owner for owner in owners if owner is not None and owner.delayed is not None]
+    flagged = [own for own in parameters if to_main_grad and main_grad.needs_python(own)]
+    if delayed or flagged or [each for each in caches or () if each is not None]:
         return _outside(name, arguments, wgrad_accum, implementation, out, grad_input, owners, caches)
     count, replaced = len(masters), [None] * len(masters)
     if to_main_grad or count == 1 or (isinstance(wgrad_accum, (tuple, list)) and len(wgrad_accum) == count):
-        each = [wgrad_accum] * count if to_main_grad or count == 1 else wgrad_accum or [None] * count
+        each = [wgrad_accum] * count if to_main_grad or count == 1 else wgrad_accum
         found = [
             _destinations(each[at], parameters[at], isinstance(masters[at], Tensor), weight)
             for at, weight in enumerate(operation.weights)
@@ -74,13 +85,6 @@ def _node(name: str, *arguments: Any) -> Tensor:
     return differentiable(operation, checked, out, grad_input, None, replaced)
 
 
-def _stays_outside(owner: Owner | None, parameters: Any, to_main_grad: bool) -> bool:
-    """Whether the weight gradient depends on state in Python: a queue of delayed ones, or flags that are set."""
-    if owner is not None and owner.delayed is not None:
-        return True
-    return to_main_grad and main_grad.needs_python(parameters)
-
-
 def _destinations(given: Any, parameters: Any, packed: bool, name: str) -> tuple[Any, Any]:
     """(`wgrad_accum` of one weight as tensors, whether each is overwritten).
 
@@ -89,7 +93,7 @@ def _destinations(given: Any, parameters: Any, packed: bool, name: str) -> tuple
     """
     if given is None:
         return None, None
-    check_listed_once((name, parameters, None, True))
+    check_listed_once((name, parameters))
     replaced = tuple([main_grad.overwrites(each) for each in parameters]) or (False,)  # a weight without a master
     if not isinstance(given, str):
         return given, replaced

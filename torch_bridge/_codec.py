@@ -17,36 +17,30 @@ from grouped_core.calls import ArraySpec, QuantizedSpec
 from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
-from grouped_core.lora import Adapter, LoraNeeds
-from grouped_core.lora_mlp import Adapters, Factors, LoraMlpNeeds
 from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
-from grouped_core.routing_calls import GroupLimit, Scores
-from grouped_core.routing_spec import Router
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
 from torch_bridge._compiling import is_compiling
 from torch_bridge._tensors import CachedLayout, ExtrasLayout, Form, PairLayout, ProductExtras, StraightThrough
 
-_CLASSES = (
-    *(Activation, Adapter, Adapters, ArraySpec, BoundRecipe, CachedLayout, ExtrasLayout, Factors, Form, Format),
-    *(GroupLimit, GroupSizes, Linear, LoraMlpNeeds, LoraNeeds, Mlp, MlpNames, MlpNeeds, MlpSpecs, Names, Needs),
-    *(PairLayout, ProductExtras, QTensor, QuantizedSpec, Recipe, Router, ScalingState, Scores, StraightThrough),
-)
-"""Dataclasses and named tuples that are converted field by field."""
-
-_FIELDS: dict[type[Any], tuple[str, ...]] = {
-    kind: kind._fields if issubclass(kind, tuple) else tuple(field.name for field in dataclasses.fields(kind))
-    for kind in _CLASSES
-} | {Residuals: ("policy",)}  # its other fields belong to JAX
-_KINDS: dict[str, Any] = {kind.__name__: kind for kind in _FIELDS}
+_FIELDS: dict[type[Any], tuple[str, ...]] = {Residuals: ("policy",)}  # its other fields belong to JAX
+_KINDS: dict[str, Any] = {"Residuals": Residuals}
 
 
 def register(*kinds: type[Any]) -> None:
-    """Adds named tuple classes to those that can be encoded."""
+    """Adds dataclasses and named tuples to those that are converted, field by field."""
     for kind in kinds:
-        _FIELDS[kind] = kind._fields
+        fields: Any = getattr(kind, "_fields", None)  # of a named tuple
+        _FIELDS[kind] = tuple([each.name for each in dataclasses.fields(kind)]) if fields is None else fields
         _KINDS[kind.__name__] = kind
+
+
+register(
+    *(Activation, ArraySpec, BoundRecipe, CachedLayout, ExtrasLayout, Form, Format, GroupSizes, Linear, Mlp, MlpNames),
+    *(MlpNeeds, MlpSpecs, Names, Needs, PairLayout, ProductExtras, QTensor, QuantizedSpec, Recipe, ScalingState),
+    StraightThrough,
+)
 
 
 def to_tuples(value: Any) -> Any:
@@ -58,14 +52,11 @@ def to_tuples(value: Any) -> Any:
         return ("tuple", *[to_tuples(each) for each in value])
     if isinstance(value, list):
         return ("list", *[to_tuples(each) for each in value])
-    return _fixed(value) if kind in (int, float) and is_compiling() else value
+    if kind in (int, float) and is_compiling():  # a constant of the graph: Dynamo may have made the number an input
+        from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and Dynamo has imported it
 
-
-def _fixed(value: float) -> float:
-    """A number as a constant of the graph, because Dynamo may have made it an input."""
-    from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and Dynamo has imported it
-
-    return guard_scalar(value)
+        return guard_scalar(value)
+    return value
 
 
 def from_tuples(value: Any) -> Any:

@@ -50,7 +50,7 @@ def _send_rule(run: Any, static: SendFacts, o: SendOperands) -> tuple[Any, ...]:
     if static.codes is None:
         return (*facts, routing.gather(run, o.x, sent.source, static.slots, inverse=sent.inverse), None)
     codes = routed.codes_of(run, o.x, static.codes, o.count)
-    q = routed.rows_of(run, codes, sent.source, static.slots, sent.inverse)
+    q = routed.rows_of(run, codes, sent.source, sent.inverse)
     return (*facts, q.values, q.scales)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from grouped_core.calls import ArraySpec, Call, spec_in_format
 from torch_bridge._cache import Cache
 from torch_bridge._record import Given, Recording, Rule, given_of, record
-from torch_bridge._tensors import RESULT_DTYPES, SYMBOLIC_ROWS, Form, Layout, Leaf, is_symbol, leaf_count
+from torch_bridge._tensors import RESULT_DTYPES, SYMBOLIC_ROWS, Form, Layout, Leaf, is_symbol, leaf_count, tensors_of
 
 planned: list[list[Call]] = []
 """Lists to which rules on meta tensors append the calls that they would launch; the innermost list is last."""
@@ -45,7 +45,7 @@ def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequ
         for length in found:
             torch._check(length == rows)
     count = _number(rows, symbol)
-    specs = tuple([_numbers(each, symbol) for each in given])
+    specs = tuple([each and _numbers(each, symbol) for each in given])
     key = (rule.name, static, layouts, specs, count)
     recording = _recordings.get(key)
     if recording is None:
@@ -64,9 +64,8 @@ def _symbol_of(rows: Any, lengths: Sequence[Any]) -> Any:
     times = expression.subs(symbol, SYMBOLIC_ROWS) // SYMBOLIC_ROWS
     if expression != times * symbol:
         return None
-    for each in lengths:
-        if not is_symbol(each) and not (isinstance(each, torch.SymInt) and each.node.expr == expression):
-            return None
+    if not all(is_symbol(n) or (isinstance(n, torch.SymInt) and n.node.expr == expression) for n in lengths):
+        return None
     return rows // int(times)
 
 
@@ -83,9 +82,7 @@ def _places(rule: Rule, layouts: Sequence[Layout]) -> tuple[set[int], set[int]]:
     return plain, forms
 
 
-def _numbers(given: Given | None, symbol: Any) -> Given | None:
-    if given is None:
-        return None
+def _numbers(given: Given, symbol: Any) -> Given:
     shape = tuple([_number(length, symbol) for length in given.spec.shape])
     return given._replace(spec=ArraySpec(shape, given.spec.dtype))
 
@@ -110,8 +107,7 @@ def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, T
         for output in recording.outputs:
             if isinstance(output.layout, Form) and len(output.layout.shape) == 2:
                 shapes |= _lengths(output.layout, output.leaves, found.rows, int(groups))
-    several = ([leaf] if isinstance(leaf, Tensor) else leaf or () for leaf in leaves)
-    first = next(each for some in several for each in some if each is not None)
+    first = tensors_of(*leaves)[0]
     dtypes = {at: RESULT_DTYPES[recording.specs[at].dtype] for at in shapes}
     return {at: first.new_empty(shape, dtype=dtypes[at]) for at, shape in shapes.items()}
 

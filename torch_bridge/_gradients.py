@@ -7,26 +7,23 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grouped_core import gradients, memory, quantizing, routed
+from grouped_core import gradients, memory
 from grouped_core.calls import OperandSpec
-from grouped_core.formats import Format, QTensor
 from grouped_core.linear_spec import Linear
-from grouped_core.products import Cached
 from torch_bridge import main_grad
-from torch_bridge._args import WeightForms, leaf_names
+from torch_bridge._args import leaf_names
 from torch_bridge._checks import address, local
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
-from torch_bridge._scaling import WEIGHT, Scaling
 from torch_bridge._tensors import TORCH_DTYPES, tensors_of
 from torch_bridge.quantized_weight import QuantizedWeight
 
@@ -42,13 +39,14 @@ class Owner(NamedTuple):
 # The operator
 
 
-_Static = tuple[Linear, OperandSpec, tuple[int, ...], bool]
+WeightFacts = tuple[Linear, OperandSpec, tuple[int, ...], bool]
 """Static facts: the product, its packed weight, the halves of a weight in two tensors, whether to accumulate."""
 
-_Operands = namedtuple("_Operands", "rows dy sizes into into_up")
+WeightOperands = namedtuple("WeightOperands", "rows dy sizes into into_up")
 
 
-def _weight_grad(run: Any, static: _Static, o: _Operands) -> list[Any]:
+def weight_grad(run: Any, static: WeightFacts, o: WeightOperands) -> list[Any]:
+    """The rule: the gradient of the weight, or of each of its halves."""
     op, weight, halves, accumulate = static
     return [
         gradients.weight_grad(run, op, weight, o.rows, o.dy, o.sizes, into=into, accumulate=accumulate, half=half)
@@ -56,39 +54,7 @@ def _weight_grad(run: Any, static: _Static, o: _Operands) -> list[Any]:
     ]
 
 
-_WEIGHT_GRAD = define("weight_grad", _weight_grad, _Operands, rows=("rows", "dy"), written=("into", "into_up"))
-
-_TokenOperands = namedtuple("_TokenOperands", "x source scale dy sizes into into_up")
-
-
-def _weight_grad_of_tokens(run: Any, static: tuple[_Static, int], o: _TokenOperands) -> list[Any]:
-    facts, slots = static
-    op, weight, _, _ = facts
-    rows = routed.first_rows(run, op, weight, o.x, o.source, slots, o.sizes, o.scale)
-    return _weight_grad(run, facts, _Operands(rows, o.dy, o.sizes, o.into, o.into_up))
-
-
-_WEIGHT_GRAD_OF_TOKENS = define(
-    "routed_weight_grad",
-    _weight_grad_of_tokens,
-    _TokenOperands,
-    rows=("dy",),
-    written=("into", "into_up"),
-    derived=("x", "source"),
-)
-
-
-class Tokens(NamedTuple):
-    """Rows that are gathered when a gradient is computed: those of x [T, K] at `source` [M].
-
-    Attributes:
-        slots: per token. scale: quantisation scales [G] of delayed scaling, or None.
-    """
-
-    x: Any
-    source: Any
-    slots: int
-    scale: Any
+_WEIGHT_GRAD = define("weight_grad", weight_grad, WeightOperands, rows=("rows", "dy"), written=("into", "into_up"))
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +63,7 @@ class WeightGradient:
 
     Attributes:
         op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as the main gradients return them.
-        count: M. tokens: of which rows are gathered then, if `rows` is None.
+        count: M.
         made: the packed gradient, where it was computed along with others; then `rows` and `dy` are None.
     """
 
@@ -107,19 +73,16 @@ class WeightGradient:
     dy: Any
     sizes: Tensor
     count: Any
-    tokens: Tokens | None = None
-    made: Any = None
+    made: Any = field(default=None, kw_only=True)
 
     def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Any]:
         """New gradients for the tensors at `live` of a weight of `count` tensors; `packed`: it is one tensor."""
         if self.made is not None:
             return [self.made] if packed else list(self.made.unbind())
         if packed or self.op.paired:
-            halves = tuple([at + 1 for at in live]) if self.op.paired else (0,)
-            return self._launch(halves, False, None, None)
+            return self.launch(self._halves(live), False, None, None)
         if len(live) == count:
-            (whole,) = self._launch((0,), False, None, None)
-            return list(whole.unbind())
+            return list(self.launch((0,), False, None, None)[0].unbind())
         shape, dtype = (len(live), *self.weight.shape[1:]), self.op.gradient_dtype(self.weight)
         parts = list(self.sizes.new_empty(shape, dtype=TORCH_DTYPES[dtype]).unbind())
         self.into(parts, live, count, packed=False, accumulate=False)
@@ -129,30 +92,29 @@ class WeightGradient:
         self, destinations: list[Tensor], live: Sequence[int], count: int, *, packed: bool, accumulate: bool
     ) -> None:
         """The same gradients, written or added into the caller's tensors, one for each of `live`."""
-        if self.op.paired:
-            one, two = (*destinations, None)[:2]
-            self._launch(tuple([at + 1 for at in live]), accumulate, one, two)
-            return
-        into: Any = destinations[0]
-        if not packed:  # frozen members of a list have no destination
-            into = [None] * count
+        into: Any
+        into, into_up = (*destinations, None)[:2]
+        if not packed and not self.op.paired:  # frozen members of a list have no destination
+            into, into_up = [None] * count, None
             for at, destination in zip(live, destinations, strict=True):
                 into[at] = destination
-        self._launch((0,), accumulate, into, None)
+        self.launch(self._halves(live), accumulate, into, into_up)
 
-    def _launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
-        facts = (self.op, self.weight, halves, accumulate)
-        if self.rows is None and self.tokens is not None:
-            x, source, slots, scale = self.tokens
-            operands = (x, source, scale, self.dy, self.sizes, into, into_up)  # those of _TokenOperands
-            return call_prepared(prepare(_WEIGHT_GRAD_OF_TOKENS, (facts, slots)), operands, self.count)
-        operands = (self.rows, self.dy, self.sizes, into, into_up)  # those of _Operands
-        return call_prepared(prepare(_WEIGHT_GRAD, facts), operands, self.count)
+    def _halves(self, live: Sequence[int]) -> tuple[int, ...]:
+        return tuple([at + 1 for at in live]) if self.op.paired else (0,)
+
+    def launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
+        """Computes the weight or these halves of it, into the destinations or into new tensors, which it returns."""
+        operands = (self.rows, self.dy, self.sizes, into, into_up)  # those of WeightOperands
+        return call_prepared(prepare(_WEIGHT_GRAD, (self.op, self.weight, halves, accumulate)), operands, self.count)
+
+    def read(self) -> tuple[Any, ...]:
+        """What a launch reads besides the sizes."""
+        return self.rows, self.dy
 
     def tensors(self) -> list[Tensor]:
         """The tensors that it keeps alive."""
-        tokens = () if self.tokens is None else (self.tokens.x, self.tokens.source, self.tokens.scale)
-        return tensors_of(self.rows, self.dy, self.sizes, *tokens)
+        return tensors_of(*self.read(), self.sizes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -221,8 +183,7 @@ class Route:
             for at, each in zip(self.live, made, strict=True):
                 results[at] = each
             return results
-        packed, count, tokens = self.packed, self.parts, gradient.tokens
-        rows = (gradient.rows if tokens is None else tokens.x, gradient.dy)
+        packed, count = self.packed, self.parts
 
         def launch(destinations: list[Tensor], live: list[int], accumulate: bool) -> None:
             gradient.into(destinations, live, count, packed=packed, accumulate=accumulate)
@@ -236,36 +197,30 @@ class Route:
             launch,
             flags=self.flags,
             delayed=self.delayed,
-            operands=rows if self.delayed is None else gradient.tensors(),
+            operands=gradient.read() if self.delayed is None else gradient.tensors(),
             dtype=TORCH_DTYPES[gradient.op.gradient_dtype(gradient.weight)],
         )
 
 
-def check_listed_once(*products: tuple[str, Sequence[Any], Owner | None, bool]) -> None:
+def check_listed_once(*products: tuple[str, Sequence[Any]]) -> None:
     """Refuses a weight that is passed twice in one call if its gradient is accumulated or delayed.
 
     Args:
-        products: for each, the argument's name, its weights, the owning module, and whether it has accumulators.
+        products: for each, the argument's name, and the `owners` of its route.
 
     Raises:
         ValueError: two weights that need a gradient are the same tensor, or overlap in memory.
     """
-    found = [
-        (name, weights if owner is None else owner.parameters)
-        for name, weights, owner, accumulates in products
-        if accumulates or (owner is not None and owner.delayed is not None)
-    ]
-    live = [each for _, weights in found for each in weights if each.requires_grad]
+    live = [each for _, weights in products for each in weights if each.requires_grad]
     if is_compiling():  # there are no addresses
         if len(set(live)) == len(live):
             return
     elif not live or _apart(live):
         return
+    names = [name for argument, weights in products for name in leaf_names(weights, argument)]
     seen: list[tuple[str, tuple[int, int]]] = []
-    for argument, weights in found:
-        for name, each in zip(leaf_names(weights, argument), weights, strict=True):
-            if not each.requires_grad:
-                continue
+    for name, each in zip(names, [each for _, weights in products for each in weights], strict=True):
+        if each.requires_grad:
             place = (id(each), 1) if is_compiling() else _place(each)
             for other, taken in seen:
                 if not memory.are_apart([taken, place]):
@@ -290,57 +245,3 @@ def _place(weight: Any) -> tuple[int, int]:
     if type(weight) not in (Tensor, torch.nn.Parameter):
         weight = weight.q.values if isinstance(weight, QuantizedWeight) else local(weight)
     return (at, weight.nbytes) if (at := address(weight)) else (id(weight), 1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Quantised weights that layers keep
-
-
-def with_forms(
-    cache: WeightForms | None,
-    weight: Any,
-    wanted: tuple[tuple[int, Format], ...],
-    scaling: Scaling,
-    product: int,
-    *,
-    training: bool,
-) -> Any:
-    """A weight, together with the requested quantised tensors that its layer keeps, if it keeps any."""
-    if cache is None or not wanted or isinstance(weight, QTensor):
-        return weight
-    amax = scaling.amax(product, WEIGHT) if training else None
-    forms = cache(weight, wanted, scaling.scale(product, WEIGHT), amax, scaling.mark(product))
-    return Cached(weight, quantizing.joined(list(forms)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Gradients are not differentiable
-
-
-def once_differentiable(
-    name: str, found: Sequence[Tensor | None], sources: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """Gradients with a history that refuses to be differentiated.
-
-    Args:
-        name: of the operation, for the message. sources: the tensors from which the gradients were computed.
-    """
-    apart = (None if each is None else each.detach().requires_grad_() for each in found)  # always a history
-    return _Once.apply(name, len(found), *apart, *sources)
-
-
-class _Once(torch.autograd.Function):
-    """Passes gradients through and refuses to differentiate them."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """`tensors`: `count` gradients, then the tensors from which they were computed."""
-        ctx.name = name
-        return tuple(None if each is None else each.view_as(each) for each in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            f"{ctx.name}: differentiated twice, expected once; its gradients have no derivative of their own, "
-            "compose it of differentiable torch operations where second derivatives are needed."
-        )

@@ -16,16 +16,16 @@ from grouped_core import lora, lora_mlp
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import QTensor
 from grouped_core.linear_spec import Linear, Names
-from grouped_core.lora import LORA, Adapter
-from grouped_core.lora_mlp import Adapters, Factors
+from grouped_core.lora import LORA, Adapter, LoraNeeds
+from grouped_core.lora_mlp import Adapters, Factors, LoraMlpNeeds
 from grouped_core.mlp_spec import Mlp, MlpNames, MlpSpecs
 from grouped_core.recipes import Recipe
+from torch_bridge import _codec
 from torch_bridge._args import (
     Arguments,
     Checked,
     Lists,
     Members,
-    WeightForms,
     accumulators_of_product,
     check_apart_from_operands,
     check_members,
@@ -33,11 +33,14 @@ from torch_bridge._args import (
     lists_of,
     mlp_arguments,
     packed_spec,
-    routed_arguments,
     whole_operand,
 )
 from torch_bridge._checks import check_operand, refuse_transforms
+from torch_bridge._routed_args import routed_arguments
 from torch_bridge._tensors import StraightThrough, fixed_spec, home, members
+from torch_bridge._weight_forms import WeightForms
+
+_codec.register(Adapter, Adapters, Factors, LoraNeeds, LoraMlpNeeds)  # static facts of operators
 
 LORA_NAMES = (f"{LORA}[0]", f"{LORA}[1]")
 MLP_LORA_NAMES = tuple(f"{place}[{at}]" for place in lora_mlp.PLACES for at in (0, 1))
@@ -195,7 +198,7 @@ class _FactorArguments:
         self.names, self.base, self.lora_key = names, base, key
         self.factors = [whole_operand(each) for each in factors]
         self.leaves = tuple([[] if each is None else members(each) for each in factors])
-        self.specs = tuple([packed_spec(each, 3) for each in factors])
+        self.specs = tuple([packed_spec(each) for each in factors])
         self.key = None if key is None else fixed_spec(key)
 
     def arguments(

@@ -59,7 +59,7 @@ def define(
 
     Args:
         name, run, operands, rows, written, notes_sizes, derived: of the `Rule`.
-        statics: named tuple classes among its static facts.
+        statics: classes among its static facts.
         most_results: how many tensors it makes at most where it writes into arguments; a quantised form is up to three.
     """
     rule = Rule(name, run, operands, frozenset(rows), frozenset(written), notes_sizes, frozenset(derived))
@@ -154,14 +154,14 @@ def _taken(
 def _written(rule: Rule, layouts: tuple[Layout, ...]) -> tuple[bool, ...]:
     """For each leaf, whether it is written."""
     pairs = zip(rule.operands._fields, layouts, strict=True)
-    return tuple(
-        [leaf for name, layout in pairs for leaf in written_leaves(layout, written=name in rule.written)],
-    )
+    return tuple([leaf for name, layout in pairs for leaf in written_leaves(layout, written=name in rule.written)])
 
 
-def _leaves(rule: Rule, facts: _Facts, read: Sequence[Tensor], written: Sequence[Tensor]) -> list[Any]:
-    """The leaves from which `_taken` made the arguments."""
-    sources = {False: iter(read), True: iter(written)}
+def _arguments(rule: Rule, *arguments: Any) -> tuple[_Facts, list[Any], Any]:
+    """(facts, leaves, M) of an operator's arguments, which `_taken` made from the leaves."""
+    read, *written, text, rows = arguments
+    facts = _codec.from_text(text)
+    sources = {False: iter(read), True: iter(written[0] if written else ())}
     leaves: list[Any] = []
     for is_written, kind in zip(_written(rule, facts.layouts), facts.kinds, strict=True):
         source = sources[is_written]
@@ -174,14 +174,7 @@ def _leaves(rule: Rule, facts: _Facts, read: Sequence[Tensor], written: Sequence
             leaves.append(several)
         else:
             leaves.append(next(source) if kind < 0 else [next(source) for _ in range(kind)])
-    return leaves
-
-
-def _arguments(rule: Rule, *arguments: Any) -> tuple[_Facts, list[Any], Any]:
-    """(facts, leaves, M) of an operator's arguments."""
-    read, *written, text, rows = arguments
-    facts = _codec.from_text(text)
-    return facts, _leaves(rule, facts, read, written[0] if written else ()), rows
+    return facts, leaves, rows
 
 
 def _results(tensors: list[Tensor], arguments: Sequence[Any]) -> Any:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from grouped_core import routing
+from grouped_core.routing_calls import GroupLimit, Scores
 from grouped_core.routing_spec import Router, row_count
 from torch_bridge import _saved
 from torch_bridge._compiling import is_compiling
-from torch_bridge._gradients import once_differentiable
+from torch_bridge._once import once_differentiable
 from torch_bridge._operators import call, define
 from torch_bridge._tensors import as_read, dtype_name
 
@@ -85,7 +86,10 @@ def _router_rule(run: Any, static: RouterFacts, o: RouterOperands) -> tuple[Any,
     return (*chosen, *found.sums, found.dropped, None, None, None, None, None)
 
 
-_ROUTER = define("router", _router_rule, RouterOperands, RouterFacts, rows=("logits", "mask", "experts"))
+_ROUTER = define(
+    *("router", _router_rule, RouterOperands, RouterFacts, Router, Scores, GroupLimit),
+    rows=("logits", "mask", "experts"),
+)
 
 
 class LossFacts(NamedTuple):

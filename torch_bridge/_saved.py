@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from torch_bridge._compiling import is_compiling
+from torch_bridge._tensors import Form, Layouts
 
 ROWS, HIDDEN, ACTIVATED = "grouped_x", "grouped_fc1", "grouped_act"
 """Rows that a product reads, pre-activations, activated rows."""
@@ -25,6 +26,22 @@ Listener = Callable[[dict[int, str]], None]
 
 listeners: list[Listener] = []
 """The listeners of all active contexts; the innermost is last."""
+
+
+def names_of(rows: Sequence[str], layouts: Layouts) -> list[str]:
+    """The names of the first of the saved tensors, those of rows.
+
+    Args:
+        rows: names of the operands that are rows, before all others. layouts: of what is saved.
+    """
+    names: list[str] = []
+    for base, (layout, _) in zip(rows, layouts, strict=False):
+        if layout is None:
+            names.append(base)
+        while isinstance(layout, Form):
+            names += [f"{base}_q", *[f"{base}_scale"] * sum(layout.scaled)]
+            layout = layout.other
+    return names
 
 
 def tell(tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,22 +43,10 @@ class Scaling:
             return None
         if self.scales is not None:
             return self.scales[_row(product, role)]
-        state, first = self._state(product)
+        state, first = self.state(product)
         return state.scale[first + role]
 
-    def amax(self, product: int, role: int) -> Tensor | None:
-        """The amax [G] of an operand in this step, which quantisers update in place; None without a state."""
-        if not self.states:
-            return None
-        state, first = self._state(product)
-        return state.history[first + role, 0]
-
-    def mark(self, product: int) -> tuple[Any, ...]:
-        """Identifies the scales of a product's state; it differs after each update."""
-        scale = self._state(product)[0].scale if self.states else None
-        return () if scale is None or scale.is_inference() else (scale.data_ptr(), scale._version)
-
-    def _state(self, product: int) -> tuple[ScalingState[Tensor], int]:
+    def state(self, product: int) -> tuple[ScalingState[Tensor], int]:
         """(the state of a product, its first role in it)."""
         return (self.states[0], _row(product, X)) if len(self.states) == 1 else (self.states[product], 0)
 
@@ -93,15 +80,12 @@ def _layout(products: int, states: int, copied: bool, roles: tuple[int, ...], tr
     found = []
     for product in range(products):
         state, first = (product, 0) if states > 1 else (0, _row(product, X))
-        read = [role in roles and states > 0 for role in (X, WEIGHT, DY)]
-        rows = [(0, _row(product, role)) if copied else (state, first + role) for role in (X, WEIGHT, DY)]
-        steps = [(scales + state, first + role) for role in (X, WEIGHT, DY)]
-        found.append(
-            ProductExtras(
-                tuple([row if each else None for row, each in zip(rows, read, strict=True)]),
-                tuple([row if each and training else None for row, each in zip(steps, read, strict=True)]),
-            )
-        )
+        rows: list[tuple[int, int] | None] = [None] * len(scaling.ROLES)
+        steps = rows.copy()
+        for role in roles if states else ():
+            rows[role] = (0, _row(product, role)) if copied else (state, first + role)
+            steps[role] = (scales + state, first + role) if training else None
+        found.append(ProductExtras(tuple(rows), tuple(steps)))
     return ExtrasLayout(tuple(found), training or not states, scales, states if training else 0)
 
 

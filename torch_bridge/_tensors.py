@@ -8,7 +8,7 @@ hashable layout that describes them; `unflatten` is its inverse.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -287,8 +287,7 @@ def unflatten(
         key, *arrays = [next(leaves) for _ in range(leaf_count(layout))]
         products = []
         for scales, amaxes in layout.products:
-            found = [None if at is None else row_of(arrays[at[0]], at[1]) for at in (*scales, *amaxes)]
-            x, w, dy, *of_amax = found
+            x, w, dy, *of_amax = [None if at is None else row_of(arrays[at[0]], at[1]) for at in (*scales, *amaxes)]
             products.append(Extras(key, x, w, dy, layout.measure, *of_amax))
         return tuple(products)
     values, (has_scales, has_group_scales) = next(leaves), layout.scaled
@@ -321,10 +320,11 @@ def written_leaves(layout: Layout, *, written: bool) -> list[bool]:
     return [written] * leaf_count(layout)
 
 
-Layouts = tuple[tuple[Layout, tuple[int, ...]], ...]
-"""For each packed operand: its layout, and per leaf the number of its tensors; -1: the leaf is one tensor or None."""
+Layouts = tuple[tuple[Layout, Any], ...]
+"""For each packed operand: its layout and the number of its tensors, -1 if it is one tensor or None. For an operand of
+several leaves, of which some are lists, this number is the `Layouts` of its leaves instead."""
 
-_ITSELF = (None, (-1,))
+_ITSELF = (None, -1)
 _ITSELVES = [(_ITSELF,) * count for count in range(32)]
 _ONE = PLAIN - {list}
 
@@ -334,27 +334,28 @@ def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
     if _ONE.issuperset(map(type, operands)):
         return operands, _ITSELVES[len(operands)]
     tensors: list[Tensor | None] = []
-    layouts: list[tuple[Layout, tuple[int, ...]]] = []
+    layouts: list[tuple[Layout, Any]] = []
     for operand in operands:
         kind = type(operand)
         if kind in _ONE:
             tensors.append(operand)
             layouts.append(_ITSELF)
-            continue
-        if kind is list:
+        elif kind is list or kind is tuple:
             tensors += operand
-            layouts.append((None, (len(operand),)))
-            continue
-        leaves: list[Any] = []
-        layout = flatten(operand, leaves)
-        if _ONE.issuperset(map(type, leaves)):
-            counts = (-1,) * len(leaves)
-            tensors += leaves
+            layouts.append((None, len(operand)))
         else:
-            counts = tuple([len(leaf) if isinstance(leaf, (list, tuple)) else -1 for leaf in leaves])
-            tensors += [each for leaf in leaves for each in (leaf if isinstance(leaf, (list, tuple)) else (leaf,))]
-        layouts.append((layout, counts))
+            layout, leaves = operand if kind is Flat else _flat(operand)
+            parts, count = leaves, -1 if layout is None else len(leaves)  # None: another class of tensors
+            if layout is not None and not _ONE.issuperset(map(type, leaves)):
+                parts, count = pack(leaves)
+            tensors += parts
+            layouts.append((layout, count))
     return tensors, tuple(layouts)
+
+
+def _flat(operand: Any) -> Flat:
+    leaves: list[Any] = []
+    return Flat(flatten(operand, leaves), tuple(leaves))
 
 
 def tensors_of(*operands: Any) -> list[Tensor]:
@@ -362,17 +363,16 @@ def tensors_of(*operands: Any) -> list[Tensor]:
     return [each for each in pack(operands)[0] if each is not None]
 
 
-def unpack(layouts: Layouts, tensors: Sequence[Any]) -> list[Any]:
+def unpack(layouts: Layouts, tensors: Iterable[Any]) -> list[Any]:
     """The operands that `pack` converted; those of several leaves are `Flat`."""
     if layouts is _ITSELVES[len(layouts)]:
         return list(tensors)
     operands: list[Any] = []
     rest = iter(tensors)
-    for each in layouts:
-        if each is _ITSELF:
+    for layout, count in layouts:
+        if count == -1:
             operands.append(next(rest))
             continue
-        layout, counts = each
-        leaves = [next(rest) if count < 0 else list(islice(rest, count)) for count in counts]
-        operands.append(leaves[0] if layout is None else Flat(layout, tuple(leaves)))
+        parts = islice(rest, count) if type(count) is int else unpack(count, rest)
+        operands.append(list(parts) if layout is None else Flat(layout, tuple(parts)))
     return operands

@@ -17,9 +17,10 @@ from grouped_core.calls import Call
 from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
 from grouped_core.lora import LORA
 from torch_bridge import _autocast, _codec, _fake, linear, mlp, route, routed
-from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments, routed_arguments
+from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments
 from torch_bridge._lora_args import adapted_arguments, adapted_mlp_arguments, adapted_routed_arguments
 from torch_bridge._record import arch_of
+from torch_bridge._routed_args import routed_arguments
 from torch_bridge._tensors import home, master_of
 from torch_bridge.moe import moe
 from torch_bridge.quantize import check_dequantize, check_quantize, dequantize, quantize
@@ -74,7 +75,8 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
     """Native calls of an operation and of the gradients that its arguments need; `weights`: names of its weights."""
 
     def calls(*, out: Tensor | None, grad_input: Tensor | None, **arguments: Any) -> list[Call]:
-        check(_cast(arguments), out, grad_input)  # checks devices and memory, which meta tensors do not have
+        cast = _autocast.cast_named(arguments)
+        check(cast, out, grad_input)  # checks devices and memory, which meta tensors do not have
         if isinstance(arguments.get(f"{LORA}_wgrad_accum"), str):
             pairs = arguments[LORA] if len(weights) > 1 else [arguments[LORA]]
             found = [None if pair is None else tuple(map(_main_grads, pair)) for pair in pairs]
@@ -82,7 +84,8 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
         if isinstance(arguments["wgrad_accum"], str):
             found = [_main_grads(master_of(arguments[name])) for name in weights]
             arguments["wgrad_accum"] = found[0] if len(weights) == 1 else tuple(found)
-        given, leaves = _on_meta({**_cast(arguments), "out": out, "grad_input": grad_input})
+        arguments = _autocast.cast_named(arguments)  # here, because autocast does not support meta tensors
+        given, leaves = _on_meta({**arguments, "out": out, "grad_input": grad_input})
 
         def step() -> None:
             y = operation(**given)
@@ -93,15 +96,6 @@ def _planner(operation: Callable[..., Tensor], check: Callable[..., None], weigh
         return _noted(step)
 
     return calls
-
-
-def _cast(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments after autocast, which does not support meta tensors."""
-    dtype = _autocast.dtype_of(arguments["x"])
-    return {name: _autocast.cast(each, dtype) if name in _CAST else each for name, each in arguments.items()}
-
-
-_CAST = ("x", "weight", "bias", LORA, "wi", "wo", "wi_bias", "wo_bias")
 
 
 def _planner_of_forms(operation: Callable[..., Any], check: Callable[..., Any]) -> Planned:

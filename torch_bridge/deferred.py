@@ -20,7 +20,7 @@ from grouped_core.formats import QTensor, wide
 from grouped_core.lora import LORA
 from grouped_core.mlp_spec import MlpNeeds, check_cotangent, restrict
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _autocast, _saved
+from torch_bridge import _autocast
 from torch_bridge._args import (
     Accumulators,
     Members,
@@ -29,16 +29,15 @@ from torch_bridge._args import (
     check_apart,
     check_buffers,
     check_writable,
-    is_packed,
+    lists_of,
     mlp_arguments,
 )
-from torch_bridge._autograd import Saved, forward_and_saved, saved_names
-from torch_bridge._checks import MLP_NAMES, check_operand
+from torch_bridge._autograd import Saved, forward_and_saved
+from torch_bridge._checks import MLP_NAMES as NAMES
+from torch_bridge._checks import check_operand
 from torch_bridge._gradients import Route, WeightGradient
-from torch_bridge._tensors import as_read, fixed_spec, parts_of, unpack
+from torch_bridge._tensors import as_read, fixed_spec, tensors_of, unpack
 from torch_bridge.mlp import MLP, grouped_mlp
-
-NAMES = MLP_NAMES
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class MlpResiduals:
     sizes: Tensor
     tensors: tuple[Tensor | None, ...]
     weights: tuple[list[Tensor], ...]
-    rows: tuple[Tensor, ...]  # those of `tensors` that hold x
     biases: tuple[bool, ...]  # for each, whether it is one tensor
 
 
@@ -63,7 +61,6 @@ class Deferred:
 
     work: tuple[WeightGradient | None, ...]
     weights: tuple[list[Tensor], ...]
-    dtypes: tuple[str, ...]
 
 
 def grouped_mlp_fwd(
@@ -97,14 +94,10 @@ def grouped_mlp_fwd(
             "call grouped_mlp."
         )
     signature.apply_defaults()
-    arguments = {name: value for name, value in signature.arguments.items() if not name.startswith(LORA)}
-    for name in ("out", NAMES.grad_input):
-        arguments.pop(name)
+    left_out = (*[name for name in signature.arguments if name.startswith(LORA)], "out", NAMES.grad_input)
+    arguments = {name: value for name, value in signature.arguments.items() if name not in left_out}
     with torch.no_grad():
-        biases = (arguments["wi_bias"], arguments["wo_bias"])
-        x, (wi, wo), (wi_bias, wo_bias), _ = _autocast.operands(x, (wi, wo), biases)
-        arguments |= {"x": x, "wi": wi, "wo": wo, "wi_bias": wi_bias, "wo_bias": wo_bias}
-        given = mlp_arguments(**arguments, join=False)
+        given = mlp_arguments(**_autocast.cast_named(arguments), join=False)
         if out is not None:
             check_buffers(given, out, None)
         op, specs = given.checked.op, given.checked.specs
@@ -112,12 +105,9 @@ def grouped_mlp_fwd(
         own = [len(leaves) > 0 for leaves in given.leaves]  # a quantised operand without a master has no gradient
         asked = asked._replace(x=asked.x and given.leaf is not None, wi=asked.wi and own[0], wo=asked.wo and own[1])
         y, tensors, saved = forward_and_saved(MLP, given, MLP.facts(op, specs, asked), out)
-        names = saved_names(MLP, saved)
-        rows = [each for each, name in zip(tensors, names, strict=False) if name.startswith(_saved.ROWS)]
-        x_spec = ArraySpec(tuple(x.shape), specs.x.dtype)
-        present = tuple(each for each in rows if each is not None)
+        x_spec = ArraySpec(tuple(given.x.shape), specs.x.dtype)
         packed = tuple(isinstance(each, Tensor) for each in given.biases)
-        return y, MlpResiduals(saved, x_spec, given.sizes, tuple(tensors), given.leaves, present, packed)
+        return y, MlpResiduals(saved, x_spec, given.sizes, tuple(tensors), given.leaves, packed)
 
 
 def grouped_mlp_bwd_dx(
@@ -145,31 +135,27 @@ def grouped_mlp_bwd_dx(
         check_cotangent(res.x, ArraySpec(dy.shape, dy.dtype), dy.format, op.fc2().resolve(specs.x, specs.wo))
     else:
         check_cotangent(res.x, fixed_spec(plain))
+        dy = plain
+    kept = unpack(res.saved.layouts, res.tensors)
     if grad_input is not None:
-        _check_grad_input(res, grad_input, parts_of(dy) if isinstance(dy, QTensor) else [plain])
+        _check_grad_input(res, grad_input, tensors_of(dy), tensors_of(kept[0]))
     work: list[WeightGradient | None] = [None, None]
     with torch.no_grad():
-        kept = unpack(res.saved.layouts, res.tensors)
-        dy = dy if isinstance(dy, QTensor) else plain
         dx, dp, of_biases = MLP.backward(res.saved, kept, dy, grad_input, work.__setitem__)
         db1, db2 = (
             None if found is None else found if packed else list(found.unbind())
             for found, packed in zip(of_biases, res.biases, strict=True)
         )
-        facts, specs = res.saved.facts, res.saved.facts.specs
-        of_weights = zip(facts.products, (specs.wi, specs.wo), strict=True)
-        dtypes = tuple([product.gradient_dtype(spec) for product, spec in of_weights])
-        return dx, dp, db1, db2, Deferred(tuple(work), res.weights, dtypes)
+        return dx, dp, db1, db2, Deferred(tuple(work), res.weights)
 
 
-def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: list[Tensor]) -> None:
+def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: list[Tensor], x: list[Tensor]) -> None:
     check_operand(NAMES.grad_input, buffer, res.sizes)
     check_writable(NAMES.grad_input, buffer)
     linear_spec.check_buffer(NAMES.grad_input, fixed_spec(buffer), ArraySpec(res.x.shape, wide(res.x.dtype)))
-    rest = [each for each in res.tensors if each is not None and each is not res.sizes]
-    read = [*(("dy", each) for each in dy), (NAMES.sizes, res.sizes), *((NAMES.x, each) for each in res.rows)]
-    read += [("what is kept", each) for each in rest if not any(each is row for row in res.rows)]
-    check_apart([(NAMES.grad_input, buffer)], read)
+    names = {id(res.sizes): NAMES.sizes} | {id(each): NAMES.x for each in x}
+    read = [(names.get(id(each), "what is kept"), each) for each in res.tensors if each is not None]
+    check_apart([(NAMES.grad_input, buffer)], [*[("dy", each) for each in dy], *read])
 
 
 def grouped_mlp_bwd_dw(
@@ -186,7 +172,8 @@ def grouped_mlp_bwd_dw(
         TypeError, ValueError: accumulators do not fit, or overlap; then nothing was added.
     """
     linear_spec.check_made_by("grouped_mlp_bwd_dw", "deferred", deferred, Deferred, "grouped_mlp_bwd_dx")
-    pair = accumulator_pair((None, None) if wgrad_accum is None else wgrad_accum, _RETURNED)
+    advice = "put None where the gradient is to be returned"
+    pair = accumulator_pair((None, None) if wgrad_accum is None else wgrad_accum, advice)
     d = deferred
     to: list[list[Tensor | None]] = [
         [] if accum is None else accumulators_of(accum, weights, f"{NAMES.accum}[{at}]", name)
@@ -199,15 +186,12 @@ def grouped_mlp_bwd_dw(
         for at in (1, 0):
             weights, accumulators = d.weights[at], to[at]
             live = tuple([n for n in range(len(weights)) if not accumulators or accumulators[n] is not None])
-            packed, count = not weights or is_packed(weights), max(1, len(weights))
+            ((count, packed),) = lists_of((weights,), ())
             route = Route(MLP.weights[at], count, packed, live)
             # The parts always add; attributes of Parameters count only for `wgrad_accum="main_grad"`.
             route = route.elsewhere(weights, accumulators, None, (False,) * count, to_main_grad=False)
             results.append(_in_form(route.deliver(d.work[at]), packed=packed))
     return results[1], results[0]
-
-
-_RETURNED = "put None where the gradient is to be returned"
 
 
 def _in_form(gradients: list[Any], *, packed: bool) -> Any:

@@ -18,16 +18,17 @@ from grouped_core.gradients import LinearSpecs, Needs
 from grouped_core.linear_spec import Linear
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _adapter, _autocast, _saved
+from torch_bridge import _adapter, _saved
 from torch_bridge._args import Arguments, Members, linear_arguments
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import NAMES
-from torch_bridge._gradients import WeightGradient, with_forms
+from torch_bridge._gradients import WeightGradient
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import StraightThrough
+from torch_bridge._weight_forms import with_forms
 
 
 def grouped_linear(
@@ -87,17 +88,17 @@ def grouped_linear(
             options. NotImplementedError: no kernel supports the call. RuntimeError: in backward, `main_grad` cannot be
             written, or the operation is differentiated twice.
     """
-    if lora is not None:
-        adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
-        factors = adapters.pair_option(lora)
-        x, (weight, *factors), (bias,), (_, *owners) = _autocast.operands(x, (weight, *factors), (bias,))
-        adapted = (rhs_transposed, bias, row_scale, scale_bias, recipe, *factors, lora_scaling, lora_dropout, lora_key)
-        adapted = (x, weight, group_sizes, *adapted)
-        return run(_adapter.NAME, adapted, lora_wgrad_accum, implementation, out, grad_input, tuple(owners), (None,))
-    adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
-    x, (weight,), (bias,), owners = _autocast.operands(x, (weight,), (bias,))
     arguments = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
-    return run(LINEAR.name, arguments, wgrad_accum, implementation, out, grad_input, owners, (None,))
+    if lora is None:
+        adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
+        return run(LINEAR.name, arguments, wgrad_accum, implementation, out, grad_input, cast=_CAST)
+    adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
+    adapted = (*arguments, *adapters.pair_option(lora), lora_scaling, lora_dropout, lora_key)
+    return run(_adapter.NAME, adapted, lora_wgrad_accum, implementation, out, grad_input, cast=_CAST)
+
+
+_CAST = (0, 1, 4)
+"""The positions of the arguments that autocast casts, besides adapters: x, the weight and the bias."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

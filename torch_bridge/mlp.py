@@ -7,7 +7,7 @@ activations, else F.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,17 @@ from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals, kept, need
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
-from torch_bridge import _adapted_mlp, _autocast, _saved
+from torch_bridge import _adapted_mlp, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import MLP_NAMES
-from torch_bridge._gradients import Tokens, WeightGradient, with_forms
+from torch_bridge._gradients import WeightGradient
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Rule, prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
 from torch_bridge._tensors import StraightThrough
+from torch_bridge._weight_forms import with_forms
 
 
 def grouped_mlp(
@@ -93,19 +94,19 @@ def grouped_mlp(
             options. NotImplementedError: no kernel supports the call. RuntimeError: in backward, `main_grad` cannot be
             written, or the operation is differentiated twice.
     """
-    if lora is not None:
-        adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
-        options = (lora_scaling, lora_dropout, lora_key)
-        weights = (wi, wo, *lora_mlp.option(lora, *options)[1])
-        x, (wi, wo, *factors), (wi_bias, wo_bias), (_, _, *owners) = _autocast.operands(x, weights, (wi_bias, wo_bias))
-        arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
-        accums = lora_mlp.accumulators_option(lora_wgrad_accum)
-        arguments = (*arguments, *factors, *options)
-        return run(_adapted_mlp.NAME, arguments, accums, implementation, out, grad_input, tuple(owners), (None, None))
-    adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
-    x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, (wi, wo), (wi_bias, wo_bias))
     arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
-    return run(MLP.name, arguments, wgrad_accum, implementation, out, grad_input, owners, (None, None))
+    if lora is None:
+        adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
+        return run(MLP.name, arguments, wgrad_accum, implementation, out, grad_input, cast=_CAST)
+    adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
+    options = (lora_scaling, lora_dropout, lora_key)
+    adapted = (*arguments, *lora_mlp.option(lora, *options)[1], *options)
+    accums = lora_mlp.accumulators_option(lora_wgrad_accum)
+    return run(_adapted_mlp.NAME, adapted, accums, implementation, out, grad_input, cast=_CAST)
+
+
+_CAST = (0, 1, 2, 7, 8)
+"""The positions of the arguments that autocast casts, besides adapters: x, both weights and both biases."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,8 +206,7 @@ def _forward(
     y, x, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
-    if not keep.probs:
-        probs = None
+    probs = probs if keep.probs else None
     wi_bias, wo_bias = wi_bias if keep.wi_bias else None, wo_bias if keep.wo_bias else None
     return y, (x, h, z, sizes, probs, scaling.key, wi, wo, wi_bias, wo_bias)
 
@@ -230,7 +230,7 @@ def in_stages(
     at_hidden: list[tuple[Any, ...]],
     first: list[tuple[Any, ...]],
     deliver: Deliver,
-    tokens: Tokens | None = None,
+    of_wi: Callable[..., WeightGradient] = WeightGradient,
 ) -> MainGradients:
     """Backward in two stages, each followed by the gradient of its weight.
 
@@ -238,7 +238,7 @@ def in_stages(
         at_hidden, first: lists with the operands of the two stages, of the second one those that are no results of the
             first. Both are emptied, and the caller holds none of these operands, so that rows and quantised weights are
             freed once no launch reads them.
-        tokens: of which the gradient of wi gathers its rows; None: the second stage gives them.
+        of_wi: makes the gradient of wi from the arguments of `WeightGradient`.
     """
     facts = saved.facts
     needs, specs, (fc1, fc2) = facts.needs, facts.specs, facts.products
@@ -252,13 +252,8 @@ def in_stages(
         del dh, of_dh
         dx, db1, rows, dh = call_prepared(facts.backward[1], operands, saved.rows)
         if needs.wi:
-            deliver(0, WeightGradient(fc1, specs.wi, rows, dh, sizes, saved.rows, tokens))
+            deliver(0, of_wi(fc1, specs.wi, rows, dh, sizes, saved.rows))
     return dx, dp, (db1, db2)
-
-
-def needs_of(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]) -> MlpNeeds:
-    """The gradients to compute, as the rules take them."""
-    return MlpNeeds(x, weights[0], weights[1], probs, biases[0], biases[1])
 
 
 MLP = Operation(
@@ -268,7 +263,7 @@ MLP = Operation(
     places=(1, 2),
     scale_place=6,
     check=mlp_arguments,
-    needs=needs_of,
+    needs=lambda x, weights, probs, biases: MlpNeeds(x, weights[0], weights[1], probs, biases[0], biases[1]),
     facts=partial(facts_of, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT),
     forward=_forward,
     backward=_backward,

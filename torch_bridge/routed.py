@@ -7,7 +7,8 @@ For backward it keeps the tokens, not their rows. Letters: T tokens, k experts p
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,16 +23,18 @@ from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Mlp, MlpNeeds, Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing import Order
-from torch_bridge import _adapted_mlp, _autocast, _saved
-from torch_bridge._args import Accumulators, Arguments, Members, routed_arguments
-from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved, rows_of_tokens
+from torch_bridge import _adapted_mlp, _saved
+from torch_bridge._args import Accumulators, Arguments, Members
+from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import ROUTED_NAMES
-from torch_bridge._gradients import Tokens
+from torch_bridge._gradients import WeightFacts, WeightGradient, WeightOperands, weight_grad
 from torch_bridge._operators import call_prepared, define
+from torch_bridge._record import prepare
+from torch_bridge._routed_args import routed_arguments, rows_of_tokens
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling, X
 from torch_bridge._tensors import StraightThrough, home, rows_spec
-from torch_bridge.mlp import NO_EXTRAS, GradFacts, facts_of, in_stages, needs_of, weights_of
+from torch_bridge.mlp import MLP, NO_EXTRAS, GradFacts, facts_of, in_stages, weights_of
 from torch_bridge.sizes import every_row
 
 
@@ -81,21 +84,19 @@ def routed_mlp(
             options. NotImplementedError: no kernel supports the call. RuntimeError: in backward, `main_grad` cannot be
             written, or the operation is differentiated twice.
     """
-    if lora is not None:
-        adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
-        options = (lora_scaling, lora_dropout, lora_key)
-        all_weights = (wi, wo, *lora_mlp.option(lora, *options)[1])
-        x, (wi, wo, *factors), biases, (_, _, *owners) = _autocast.operands(x, all_weights, (wi_bias, wo_bias))
-        arguments = (x, experts, weights, wi, wo, rhs_transposed, activation, *biases, recipe, residuals)
-        accums = lora_mlp.accumulators_option(lora_wgrad_accum)
-        arguments = (*arguments, *factors, *options)
-        return run(
-            _adapted_mlp.ROUTED_NAME, arguments, accums, implementation, out, grad_input, tuple(owners), (None, None)
-        )
-    adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
-    x, (wi, wo), (wi_bias, wo_bias), owners = _autocast.operands(x, (wi, wo), (wi_bias, wo_bias))
     arguments = (x, experts, weights, wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals)
-    return run(ROUTED.name, arguments, wgrad_accum, implementation, out, grad_input, tuple(owners), (None, None))
+    if lora is None:
+        adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
+        return run(ROUTED.name, arguments, wgrad_accum, implementation, out, grad_input, cast=_CAST)
+    adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
+    options = (lora_scaling, lora_dropout, lora_key)
+    adapted = (*arguments, *lora_mlp.option(lora, *options)[1], *options)
+    accums = lora_mlp.accumulators_option(lora_wgrad_accum)
+    return run(_adapted_mlp.ROUTED_NAME, adapted, accums, implementation, out, grad_input, cast=_CAST)
+
+
+_CAST = (0, 3, 4, 7, 8)
+"""The positions of the arguments that autocast casts, besides adapters: x, both weights and both biases."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -166,6 +167,48 @@ _FIRST_PRODUCT = define(
 )
 
 
+GatheredOperands = namedtuple("GatheredOperands", "x source inverse scale dy sizes into into_up")
+"""Operands of the gradient of wi whose rows are gathered when it is computed."""
+
+
+def _gathered_rule(run: Any, static: WeightFacts, o: GatheredOperands) -> list[Any]:
+    op, weight, _, _ = static
+    rows = rules.first_rows(run, op, weight, o.x, o.source, o.inverse, o.sizes, o.scale)
+    return weight_grad(run, static, WeightOperands(rows, o.dy, o.sizes, o.into, o.into_up))
+
+
+_GATHERED = define(
+    "routed_weight_grad",
+    _gathered_rule,
+    GatheredOperands,
+    rows=("dy",),
+    written=("into", "into_up"),
+    derived=("x", "source", "inverse"),
+)
+
+
+@dataclass(slots=True, eq=False)
+class _GatheredGradient(WeightGradient):
+    """The gradient of wi, whose rows are gathered when it is computed: those of x [T, K] at `source` [M].
+
+    Attributes:
+        inverse: [T, k], row of each slot. scale: quantisation scales [G] of delayed scaling, or None.
+    """
+
+    x: Any
+    source: Any
+    inverse: Any
+    scale: Any
+
+    def launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
+        maps = (self.source, self.inverse)
+        operands = (self.x, *maps, self.scale, self.dy, self.sizes, into, into_up)  # those of GatheredOperands
+        return call_prepared(prepare(_GATHERED, (self.op, self.weight, halves, accumulate)), operands, self.count)
+
+    def read(self) -> tuple[Any, ...]:
+        return self.x, self.dy, self.source, self.inverse, self.scale
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Forward and backward
 
@@ -204,16 +247,18 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     facts = saved.facts
     again, of_weight = _kept_tokens(facts)
     scaling = saved.scaling
-    tokens, rows_of = None, x if of_weight else None
+    of_wi: Callable[..., WeightGradient] = WeightGradient
+    rows_of = x if of_weight else None
     if of_weight and not rules.measures_rows(facts.op):  # then rows are gathered where the gradient is computed
-        tokens, rows_of = Tokens(x, source, inverse.shape[1], scaling.scale(0, X)), None
+        scale = scaling.scale(0, X)
+        of_wi, rows_of = partial(_GatheredGradient, x=x, source=source, inverse=inverse, scale=scale), None
     buffer, of_both = grad_input if facts.needs.x else None, scaling.extras(2, BACKWARD, key, training=True)
     rows, biases = (x if again else None, h, z), (wi_bias, wo_bias)
     at_hidden = [(*rows, wi, wo, sizes, source, inverse, probs, *biases, dy, of_both)]  # those of HiddenOperands
     of_first = scaling.extras(1, BACKWARD, key, training=True)
     first = [(rows_of, wi, sizes, source, inverse, buffer, of_first)]  # those of FirstOperands, from x on
     del x, h, z, rows, rows_of, wi, wo
-    return in_stages(saved, sizes, at_hidden, first, deliver, tokens)
+    return in_stages(saved, sizes, at_hidden, first, deliver, of_wi)
 
 
 ROUTED = Operation(
@@ -223,7 +268,7 @@ ROUTED = Operation(
     places=(3, 4),
     scale_place=2,
     check=routed_arguments,
-    needs=needs_of,
+    needs=MLP.needs,
     facts=partial(facts_of, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT),
     forward=_forward,
     backward=_backward,

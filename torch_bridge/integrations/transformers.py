@@ -247,7 +247,7 @@ def _activation(module: Any, gated: bool) -> Activation:
     return found
 
 
-def _recipe(module: Any, registered: Recipe | None, x: Tensor) -> BoundRecipe | None:
+def _recipe(module: Any, registered: Recipe | None, x: Tensor) -> Recipe | BoundRecipe | None:
     """The recipe of `prepare`, else that of `register`, with the state of the module."""
     state = module._modules.get(NAME)
     if state is not None:

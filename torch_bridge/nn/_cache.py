@@ -92,7 +92,7 @@ class WeightCache:
         parameters: Sequence[Any],
         first: bool | None,
     ) -> list[QTensor[Tensor]]:
-        """The requested forms of `weight`, updated if they are due (`_args.WeightForms`)."""
+        """The requested forms of `weight`, updated if they are due (`_weight_forms.WeightForms`)."""
         source = members(weight)[0]
         if any(each.values.device != source.device for each in self._forms.values()):
             self._forms.clear()  # the layer was moved

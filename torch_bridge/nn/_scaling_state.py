@@ -146,8 +146,8 @@ class ScaledModule(Module):
 
 def bound(
     recipe: Recipe | None, state: ScalingState[Tensor] | None, rows: Any, *, training: bool
-) -> BoundRecipe | None:
-    """The recipe of one forward pass, with a new key if the recipe uses stochastic rounding.
+) -> Recipe | BoundRecipe | None:
+    """The recipe of one forward pass, with its state, and with a new key if it uses stochastic rounding.
 
     Only backward reads the key. Reentrant checkpointing runs the first of two passes without gradients, and both must
     advance the generator equally for random operations after the layer; so a layer in training always draws a key.
@@ -162,4 +162,4 @@ def bound(
         # Drawn from the device's generator, which graphs advance at each replay; it has no unsigned numbers.
         drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=home(rows).device)
         key = drawn.view(torch.uint32)
-    return BoundRecipe(recipe, state, key)
+    return recipe if state is None and key is None else BoundRecipe(recipe, state, key)

@@ -66,8 +66,9 @@ def fused_mlp(
     fc1.note_addresses(wi)
     fc2.note_addresses(wo)
     recipe: Any = bound(fc1.recipe, state, x, training=fc1.training or fc2.training)
-    if state is None and recipe is not None:
-        recipe = tuple(BoundRecipe(each.recipe, each.scaling_state, recipe.key) for each in (fc1, fc2))
+    if state is None and fc1.recipe is not None and fc1.recipe.delayed:
+        key = recipe.key if isinstance(recipe, BoundRecipe) else None
+        recipe = tuple(BoundRecipe(each.recipe, each.scaling_state, key) for each in (fc1, fc2))
     first = fc1.forms_of("linear_fc1", parameters[0], first_microbatch)
     second = fc2.forms_of("linear_fc2", parameters[1], first_microbatch)
     rows, biases = cast_rows(x, dtype), (fc1.biases(x), fc2.biases(x))

@@ -1,0 +1,106 @@
+"""Checks the arguments of `routed_mlp`, and counts its rows.
+
+Letters: T tokens, k experts per token, M rows, G groups (experts), K hidden size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_core import mlp_spec
+from grouped_core.activations import Activation
+from grouped_core.calls import ArraySpec
+from grouped_core.formats import QTensor
+from grouped_core.mlp_spec import Mlp, MlpSpecs, Residuals
+from grouped_core.recipes import BoundRecipe
+from grouped_core.routing_spec import check_routed_mlp
+from torch_bridge._args import (
+    Arguments,
+    Members,
+    check_rows,
+    checked_mlp,
+    mlp_arguments,
+    mlp_of,
+    packed_spec,
+    weight_specs,
+)
+from torch_bridge._checks import ROUTED_NAMES, check_operand
+from torch_bridge._tensors import dtype_name, home, rows_spec, settle_rows
+from torch_bridge._weight_forms import WeightForms
+from torch_bridge.sizes import saturate
+
+
+def routed_arguments(
+    x: Any,
+    experts: Any,
+    weights: Any,
+    wi: Any,
+    wo: Any,
+    rhs_transposed: bool,
+    activation: str | Activation,
+    wi_bias: Members | None,
+    wo_bias: Members | None,
+    recipe: Any,
+    residuals: str | Residuals,
+    wgrad_accum: Any,
+    implementation: str | Sequence[str] | None,
+    caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
+) -> Arguments:
+    """The checked arguments of `routed_mlp`; it raises the same errors. Their `sizes` are the experts."""
+    if not isinstance(experts, Tensor):
+        check_operand(ROUTED_NAMES.sizes, experts, x)  # raises
+    if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
+        raise TypeError(
+            f"`{ROUTED_NAMES.sizes}` of routed_mlp: dtype {dtype_name(experts.dtype)}, expected integers; pass "
+            "numbers of experts."
+        )
+    base = (x, wi, wo, saturate(experts), rhs_transposed, activation, weights, wi_bias, wo_bias, recipe, residuals)
+    of_tokens: dict[str, Any] = {"operation": "routed_mlp", "names": ROUTED_NAMES, "check": _check}
+    return mlp_arguments(*base, wgrad_accum, implementation, caches, **of_tokens)
+
+
+def _check(
+    operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], dtypes: tuple[Any, ...]
+) -> tuple[Tensor, Mlp, MlpSpecs]:
+    """(experts, the operation, specs of the MLP of rows); raises if the operands do not fit together."""
+    tokens, wi, wo, experts, weights, *biases = operands
+    op, first = mlp_of(options), home(tokens)
+    check_rows(op.names.x, tokens, first)
+    _check_routing(tokens, experts, weights)
+    of_wi, of_wo, *of_biases = weight_specs(op, wi, wo, biases, first)
+    of_tokens: Any = packed_spec(tokens, rows=True)
+    count = of_tokens.shape[0] * int(experts.shape[1])
+    of_x = ArraySpec((count, of_tokens.shape[1]), of_tokens.dtype)
+    specs = MlpSpecs(of_x, of_wi, of_wo, ArraySpec((count,), dtype_name(weights.dtype)), *of_biases)
+    checked = specs
+    if isinstance(tokens, QTensor):  # formats are checked here; where gradients are concerned rows are plain
+        checked = specs._replace(x=of_tokens, probs=None)
+    sizes = ArraySpec(of_wo.shape[:1], "int32")  # the rows are in as many groups as there are weights
+    mlp_spec.check(op, *checked[:3], sizes, *checked[3:])
+    return experts, *checked_mlp(op, specs, bounds, dtypes, first)
+
+
+def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: Tensor) -> None:
+    """Checks tokens [T, K] and their experts and weights [T, k]. Raises TypeError or ValueError."""
+    names, x = ROUTED_NAMES, home(tokens)
+    check_operand(names.sizes, experts, x)
+    check_operand(names.probs, weights, x)
+    settle_rows(x, experts, weights)  # values of tokens have T rows in every format whose scales are per row
+    check_routed_mlp(packed_spec(tokens, rows=True), rows_spec(experts), rows_spec(weights))
+    for each in (experts, weights):
+        torch._check(each.shape[0] == x.shape[0])  # torch.compile may have given them symbols of their own
+
+
+def rows_of_tokens(given: Arguments) -> Any:
+    """M of tokens [T, K] whose `sizes` are their experts [T, k].
+
+    Where rows are quantised it is a number, because lengths of their forms are no multiples of a symbol.
+    """
+    rows, recipe = given.x.shape[0] * int(given.sizes.shape[1]), given.checked.op.recipe
+    operands = [given.x, *given.weights, *[each for _, each in given.base]]
+    quantised = recipe is not None and recipe.quantized
+    return int(rows) if quantised or any(isinstance(each, QTensor) for each in operands) else rows

@@ -1,0 +1,53 @@
+"""Quantised weights that layers keep between forward passes (`nn/_cache.py`), as operands of the operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from grouped_core import quantizing
+from grouped_core.formats import Format, QTensor
+from grouped_core.products import Cached
+from torch_bridge._scaling import WEIGHT, Scaling
+
+
+class WeightForms(Protocol):
+    """The cache of a layer: it keeps the quantised weight between forward passes."""
+
+    def __call__(
+        self,
+        weight: Tensor | list[Tensor],
+        wanted: tuple[tuple[int, Format], ...],
+        scale: Tensor | None,
+        amax: Tensor | None,
+        scale_mark: tuple[Any, ...],
+    ) -> Sequence[QTensor[Tensor]]:
+        """The weight quantised for each requested axis and format; delayed scaling updates `amax` with its amax.
+
+        Args:
+            scale: [G], scales of delayed scaling. scale_mark: identifies the scales; it differs after each update.
+        """
+        ...
+
+
+def with_forms(
+    cache: WeightForms | None,
+    weight: Any,
+    wanted: tuple[tuple[int, Format], ...],
+    scaling: Scaling,
+    product: int,
+    *,
+    training: bool,
+) -> Any:
+    """A weight, together with the requested quantised tensors that its layer keeps, if it keeps any."""
+    if cache is None or not wanted or isinstance(weight, QTensor):
+        return weight
+    amax, mark = None, ()
+    if scaling.states:
+        state, first = scaling.state(product)
+        amax = state.history[first + WEIGHT, 0] if training else None
+        mark = () if state.scale.is_inference() else (state.scale.data_ptr(), state.scale._version)
+    forms = cache(weight, wanted, scaling.scale(product, WEIGHT), amax, mark)
+    return Cached(weight, quantizing.joined(list(forms)))
