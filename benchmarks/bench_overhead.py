@@ -74,6 +74,21 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+class LeastFunction(torch.autograd.Function):
+    """`F.grouped_mm` as an autograd function in Python that does nothing else: what any of them costs at least."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, offsets = ctx.saved_tensors
+        grouped_mm = torch.nn.functional.grouped_mm
+        return grouped_mm(grads[0], weight, offs=offsets), grouped_mm(grads[0].t(), x, offs=offsets), None
+
+
 def torch_calls(device: str) -> dict[str, Callable[[], Any]]:
     """Eager PyTorch calls by name."""
     x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
@@ -104,6 +119,10 @@ def torch_calls(device: str) -> dict[str, Callable[[], Any]]:
         "F.grouped_mm, with grad": lambda: grouped_mm(leaf, parameter.transpose(1, 2), offs=offsets),
         "F.grouped_mm, backward": lambda: torch.autograd.grad(peer, (leaf, parameter), dy, retain_graph=True),
         "F.grouped_mm, forward and backward": lambda: both(grouped_mm(leaf, parameter.transpose(1, 2), offs=offsets)),
+        "F.grouped_mm in a Python function, with grad": lambda: LeastFunction.apply(leaf, parameter, offsets),
+        "F.grouped_mm in a Python function, forward and backward": lambda: both(
+            LeastFunction.apply(leaf, parameter, offsets)
+        ),
     }
     for recipe in RECIPES:
         bound = recipe.bind(torch_bridge.scaling_state(recipe, GROUPS, device=device) if recipe.delayed else None)
