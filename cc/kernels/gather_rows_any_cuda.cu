@@ -138,14 +138,17 @@ __device__ void gather_listed(const Gather& p, const Places& from, uint32_t vect
   }
 }
 
-// Zeros in rows without a slot, of which a block looks for some at a time.
+// Zeros in rows without a slot. Such rows come in long runs, so neighbours belong to different blocks.
 __device__ void clear_empty(const Gather& p, uint32_t count, uint32_t vectors) {
   __shared__ uint32_t found, empty[kScatterThreads];
-  for (uint32_t first = blockIdx.x * kScatterThreads; first < count; first += kListBlocks * kScatterThreads) {
+  for (uint32_t first = blockIdx.x; first < count; first += kListBlocks * kScatterThreads) {
     if (threadIdx.x == 0) found = 0;
     __syncthreads();
-    for (uint32_t row = first + threadIdx.x; row < min(first + kScatterThreads, count); row += blockDim.x) {
-      if (static_cast<uint32_t>(p.source[row]) >= p.limit) empty[atomicAdd(&found, 1u)] = row;
+    for (uint32_t i = threadIdx.x; i < kScatterThreads; i += blockDim.x) {
+      const uint64_t row = first + uint64_t{i} * kListBlocks;
+      if (row < count && static_cast<uint32_t>(p.source[row]) >= p.limit) {
+        empty[atomicAdd(&found, 1u)] = static_cast<uint32_t>(row);
+      }
     }
     __syncthreads();
     for (uint32_t i = 0; i < found; ++i) {
