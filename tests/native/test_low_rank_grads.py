@@ -30,6 +30,22 @@ LONG = cases.Case("long", (3001, 2, 0, 777), 3800, 8, 264, frozenset())
 TILES = (ALIGNED, ODD, WHOLE, LONG)
 
 
+def many(name: str, sizes: tuple[int, ...], n: int, *, beyond: int) -> cases.Case:
+    """A case of many groups, with so many rows beyond them; less than 0: the last groups do not fit."""
+    return cases.Case(f"many_{name}_{n}", sizes, sum(max(size, 0) for size in sizes) + beyond, 8, n, frozenset())
+
+
+# Groups enough for kernels that give some to each part of a chip, one after the other: one is long, one has no rows, and
+# one a negative size.
+_UNEQUAL = tuple({1: 0, 5: -4, 40: 700}.get(at, size) for at, size in enumerate(cases.jagged(130, 1700)))
+MANY = (
+    *(many("tail", _UNEQUAL, n, beyond=37) for n in (8, 104, 136, 520, 1000, 2048)),
+    *(many("beyond", _UNEQUAL, n, beyond=-300) for n in (264, 1536)),
+    many("exact", cases.jagged(1023, 3000), 264, beyond=0),
+    *(many("wide", cases.third_empty(17, 900), n, beyond=5) for n in (4104, 6000, 8192)),
+)
+
+
 class Grads(NamedTuple):
     """Operands: dy [M, N], the factor with N along `axis`, the rows that it multiplied [M, r], and sizes."""
 
@@ -112,6 +128,20 @@ def test_both_gradients(kernel, case, rank, dtype, axis, wide):
     check(kernel, grads_of(case, dtype, rank, axis), ("float32" if wide else dtype, dtype))
 
 
+@pytest.mark.rule("LOR-4", "GRP-4", "GRP-5", "GRP-6", "GRP-9")
+@pytest.mark.matrix(
+    kernel=KERNELS, case=MANY, rank=(8, 16, 32), dtype=("bfloat16", "float16"), axis=(1, 2), wide=(False, True)
+)
+def test_many_groups(kernel, case, rank, dtype, axis, wide):
+    g, results = grads_of(case, dtype, rank, axis), ("float32" if wide else dtype, dtype)
+    check(kernel, g, results)
+    run = Native(kernel, check=False)
+    first = g.call(run, results)
+    for _ in range(3):  # whichever part of a chip runs first
+        for one, two in zip(g.call(run, results), first, strict=True):
+            asserts.bitwise(one, two, "again")
+
+
 @pytest.mark.rule("LOR-4", "MAT-7")
 @pytest.mark.matrix(
     kernel=KERNELS,
@@ -152,7 +182,9 @@ def test_parameters_reach_both_products(kernel, mode, invariant, rows_hint, dtyp
 
 
 @pytest.mark.rule("LOR-4", "MAT-3", "ALL-2")
-@pytest.mark.matrix(kernel=KERNELS, case=(*TILES, cases.named("tail")), dtype=cases.DTYPES, axis=(1, 2), rank=(4, 16))
+@pytest.mark.matrix(
+    kernel=KERNELS, case=(*TILES, cases.named("tail"), MANY[4]), dtype=cases.DTYPES, axis=(1, 2), rank=(4, 16)
+)
 def test_tables_any_address_and_both_entries_give_the_same_bits(kernel, case, dtype, axis, rank):
     g, run, results = grads_of(case, dtype, rank, axis), Native(kernel), ("float32", dtype)
 
@@ -184,7 +216,7 @@ def test_tables_any_address_and_both_entries_give_the_same_bits(kernel, case, dt
 @pytest.mark.rule("ALL-6", "GRP-5")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("axis", [1, 2])
-@pytest.mark.parametrize("case", [ALIGNED, ODD], ids=str)
+@pytest.mark.parametrize("case", [ALIGNED, ODD, MANY[2]], ids=str)
 def test_bad_rows_and_factors_stay_where_they_are(kernel, axis, case):
     g, run, results = grads_of(case, "bfloat16", 16, axis), Native(kernel, check=False), ("bfloat16", "bfloat16")
     good = g.call(run, results)
