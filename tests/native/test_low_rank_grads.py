@@ -35,8 +35,8 @@ def many(name: str, sizes: tuple[int, ...], n: int, *, beyond: int) -> cases.Cas
     return cases.Case(f"many_{name}_{n}", sizes, sum(max(size, 0) for size in sizes) + beyond, 8, n, frozenset())
 
 
-# Groups enough for kernels that give some to each part of a chip, one after the other: one is long, one has no rows, and
-# one a negative size.
+# Groups enough for kernels that give some to each part of a chip, one after the other. One is long, one has no rows,
+# and one a negative size.
 _UNEQUAL = tuple({1: 0, 5: -4, 40: 700}.get(at, size) for at, size in enumerate(cases.jagged(130, 1700)))
 MANY = (
     *(many("tail", _UNEQUAL, n, beyond=37) for n in (8, 104, 136, 520, 1000, 2048)),
