@@ -2,8 +2,8 @@
 // read once. A cluster takes group after group, each of its CTAs a slice of up to 1024 columns, 512 above rank 16; one
 // CTA of 384 threads a multiprocessor.
 //
-//   8 warps of sums   --cp.async--> ring of 7 stages (6), 5 ahead (4), also into the next group: 64 rows x 128 columns
-//                                   of dy, and for the first of the slice's columns the 64 x R low rows beside them
+//   8 warps of sums   --cp.async--> ring of stages, all but two of them ahead, also into the next group: 64 rows x 128
+//                                   columns of dy, and for the first of the slice's columns the 64 x R low rows beside
 //                     16 columns of B's gradient each, of every 128, summed in registers to the end of the group
 //   4 warps of rows   --cp.async--> B's slice of this group and of the next
 //                     16 rows of dy B^T each, over all columns of the slice
