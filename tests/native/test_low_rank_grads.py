@@ -137,7 +137,7 @@ def test_many_groups(kernel, case, rank, dtype, axis, wide):
     check(kernel, g, results)
     run = Native(kernel, check=False)
     first = g.call(run, results)
-    for _ in range(3):  # whichever part of a chip runs first
+    for _ in range(0 if "_cpu" in kernel else 3):  # whichever part of a chip runs first
         for one, two in zip(g.call(run, results), first, strict=True):
             asserts.bitwise(one, two, "again")
 
