@@ -193,7 +193,8 @@ def _chosen(op: Router, group: str | None, o: RouterOperands) -> _Chosen:
         of_losses = call(_LOSSES, LossFacts(op), LossOperands(probs, counts, stats, dropped), 0)
     values, slopes, z_slope, lost, overflow = of_losses
     aux_loss, z_loss, entropy = values.unbind()
-    metrics = (aux_loss, z_loss, entropy, lost.reshape(()), overflow.view(torch.bool).reshape(()))
+    flag = overflow != 0 if is_compiling() else overflow.view(torch.bool)  # inductor of PyTorch 2.11 has no such view
+    metrics = (aux_loss, z_loss, entropy, lost.reshape(()), flag.reshape(()))
     routed = Routed(weights, experts, load.reshape(-1), *metrics)
     return _Chosen(routed, logits, first, slopes, z_slope)
 

@@ -532,7 +532,9 @@ def _spec(argument: str, tensor: Tensor | None) -> ArraySpec | None:
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
     """A bool mask as kernels read it."""
-    return None if mask is None else mask.view(torch.uint8)
+    if mask is None:
+        return None
+    return mask.to(torch.uint8) if is_compiling() else mask.view(torch.uint8)  # as in _routing: no view for inductor
 
 
 def _int32(numbers: Tensor | None) -> Tensor | None:
