@@ -26,16 +26,11 @@ struct Parts {
 
 template <class Call>
 GroupedMatmul product_of(const Call& call, const TensorView& result) {
-  GroupedMatmul product;
+  GroupedMatmul product = product_for(call);
   product.lhs = call.lhs;
   product.rhs = call.rhs;
-  product.group_sizes = call.group_sizes;
   product.rhs_table = call.rhs_table;
   product.rhs_axis = call.rhs_axis;
-  product.batch_invariant = call.batch_invariant;
-  product.aligned_tables = call.aligned_tables;
-  product.rows_hint = call.rows_hint;
-  product.fp32_mode = call.fp32_mode;
   product.scales = call.scales;
   product.low = call.low;
   product.result = result;

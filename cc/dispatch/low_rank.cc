@@ -30,16 +30,12 @@ Parts parts(const GroupedMatmul& call, void* workspace) {
   p.base.low = LowRank{};
   p.base.into = TensorView{};
   p.base.result = space();
+  p.low = product_for(call);
   p.low.lhs = call.low.low_lhs;
   p.low.rhs = call.low.low_rhs;
   p.low.rhs_table = call.low.low_rhs_table;
   p.low.rhs_axis = call.low.low_rhs_axis;
-  p.low.group_sizes = call.group_sizes;
   if (!call.scale_bias) p.low.row_scale = call.row_scale;
-  p.low.batch_invariant = call.batch_invariant;
-  p.low.aligned_tables = call.aligned_tables;
-  p.low.rows_hint = call.rows_hint;
-  p.low.fp32_mode = call.fp32_mode;
   p.low.result = space();
   p.sum.rows = p.low.result;
   p.sum.base = p.base.result;
@@ -79,13 +75,7 @@ struct Grads {
 };
 
 Grads grads(const LowRankGrads& call) {
-  GroupedMatmul product;
-  product.group_sizes = call.group_sizes;
-  product.batch_invariant = call.batch_invariant;
-  product.aligned_tables = call.aligned_tables;
-  product.rows_hint = call.rows_hint;
-  product.fp32_mode = call.fp32_mode;
-  Grads g = {product, product};
+  Grads g = {product_for(call), product_for(call)};
   g.of_rows.lhs = call.rows;
   g.of_rows.rhs = call.factor;
   g.of_rows.rhs_table = call.factor_table;

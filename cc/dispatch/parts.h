@@ -23,6 +23,18 @@ std::string refusal(const Part& part, const Target& target) {
   return choice.refusals.back().kernel + ": " + choice.refusals.back().reason;
 }
 
+// A product with the groups and the options of a call that it is a part of, and no operands yet.
+template <class Call>
+GroupedMatmul product_for(const Call& call) {
+  GroupedMatmul product;
+  product.group_sizes = call.group_sizes;
+  product.batch_invariant = call.batch_invariant;
+  product.aligned_tables = call.aligned_tables;
+  product.rows_hint = call.rows_hint;
+  product.fp32_mode = call.fp32_mode;
+  return product;
+}
+
 // What runs behind the first `taken` bytes of a call's workspace, with all of its own parts.
 inline Context behind(const Context& context, size_t taken) {
   Context rest = context;
