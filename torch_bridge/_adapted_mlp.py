@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from grouped_core import linear_spec, lora_mlp
+from grouped_core import lora as adapters
 from grouped_core import mlp as rules
 from grouped_core.lora_mlp import Adapters, Factors, Kept, LoraMlpNeeds, PairGrads
 from grouped_core.mlp_spec import Mlp, MlpSpecs, needs_dh
@@ -22,7 +23,7 @@ from grouped_core.routing import Order
 from torch_bridge import _saved
 from torch_bridge._args import Arguments
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
-from torch_bridge._calling import OPERATIONS
+from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import ROUTED_NAMES
 from torch_bridge._gradients import WeightGradient
 from torch_bridge._lora_args import (
@@ -41,6 +42,31 @@ from torch_bridge._weight_forms import with_forms
 from torch_bridge.sizes import every_row
 
 NAME, ROUTED_NAME = "grouped_mlp_lora", "routed_mlp_lora"
+
+
+def run_mlp(
+    names: tuple[str, str],
+    arguments: tuple[Any, ...],
+    lora: Any,
+    options: tuple[Any, Any, Any],
+    wgrad_accum: Any,
+    lora_wgrad_accum: Any,
+    *call: Any,
+    cast: tuple[int, ...],
+) -> Tensor:
+    """Runs an MLP of rows or of tokens, with adapters if `lora` has some.
+
+    Args:
+        names: of the operation without and with adapters. arguments: of its public function, up to the residual policy.
+        options: scaling, dropout and key of the adapters. call: implementation, out and grad_input.
+    """
+    if lora is None:
+        adapters.check_absent(*options, lora_wgrad_accum)
+        return run(names[0], arguments, wgrad_accum, *call, cast=cast)
+    adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
+    adapted = (*arguments, *lora_mlp.option(lora, *options)[1], *options)
+    return run(names[1], adapted, lora_mlp.accumulators_option(lora_wgrad_accum), *call, cast=cast)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Operators

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from grouped_core import lora as adapters
-from grouped_core import lora_mlp
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
@@ -25,7 +23,7 @@ from grouped_core.sizes import GroupSizes
 from torch_bridge import _adapted_mlp, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
-from torch_bridge._calling import OPERATIONS, run
+from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import MLP_NAMES
 from torch_bridge._gradients import WeightGradient
 from torch_bridge._operators import call_prepared, define
@@ -95,14 +93,9 @@ def grouped_mlp(
             written, or the operation is differentiated twice.
     """
     arguments = (x, wi, wo, group_sizes, rhs_transposed, activation, probs, wi_bias, wo_bias, recipe, residuals)
-    if lora is None:
-        adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
-        return run(MLP.name, arguments, wgrad_accum, implementation, out, grad_input, cast=_CAST)
-    adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
-    options = (lora_scaling, lora_dropout, lora_key)
-    adapted = (*arguments, *lora_mlp.option(lora, *options)[1], *options)
-    accums = lora_mlp.accumulators_option(lora_wgrad_accum)
-    return run(_adapted_mlp.NAME, adapted, accums, implementation, out, grad_input, cast=_CAST)
+    names, options = (MLP.name, _adapted_mlp.NAME), (lora_scaling, lora_dropout, lora_key)
+    of_lora = (lora, options, wgrad_accum, lora_wgrad_accum)
+    return _adapted_mlp.run_mlp(names, arguments, *of_lora, implementation, out, grad_input, cast=_CAST)
 
 
 _CAST = (0, 1, 2, 7, 8)

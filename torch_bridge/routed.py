@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grouped_core import linear_spec, lora_mlp
-from grouped_core import lora as adapters
+from grouped_core import linear_spec
 from grouped_core import routed as rules
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
@@ -26,7 +25,7 @@ from grouped_core.routing import Order
 from torch_bridge import _adapted_mlp, _saved
 from torch_bridge._args import Accumulators, Arguments, Members
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
-from torch_bridge._calling import OPERATIONS, run
+from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import ROUTED_NAMES
 from torch_bridge._gradients import WeightFacts, WeightGradient, WeightOperands, weight_grad
 from torch_bridge._operators import call_prepared, define
@@ -85,14 +84,9 @@ def routed_mlp(
             written, or the operation is differentiated twice.
     """
     arguments = (x, experts, weights, wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals)
-    if lora is None:
-        adapters.check_absent(lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
-        return run(ROUTED.name, arguments, wgrad_accum, implementation, out, grad_input, cast=_CAST)
-    adapters.check_no_weight_gradient(wgrad_accum=wgrad_accum)
-    options = (lora_scaling, lora_dropout, lora_key)
-    adapted = (*arguments, *lora_mlp.option(lora, *options)[1], *options)
-    accums = lora_mlp.accumulators_option(lora_wgrad_accum)
-    return run(_adapted_mlp.ROUTED_NAME, adapted, accums, implementation, out, grad_input, cast=_CAST)
+    names, options = (ROUTED.name, _adapted_mlp.ROUTED_NAME), (lora_scaling, lora_dropout, lora_key)
+    of_lora = (lora, options, wgrad_accum, lora_wgrad_accum)
+    return _adapted_mlp.run_mlp(names, arguments, *of_lora, implementation, out, grad_input, cast=_CAST)
 
 
 _CAST = (0, 3, 4, 7, 8)
