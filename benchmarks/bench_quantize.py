@@ -2,12 +2,15 @@
 
     python benchmarks/bench_quantize.py                      # on a GPU
     python benchmarks/bench_quantize.py --formats mxfp8 --cases C
+    python benchmarks/bench_quantize.py --cases D --gathered 8 --formats fp8_tensor_delayed fp8_1x128
     python benchmarks/bench_quantize.py --dtype float32 --weights --lists 64 4096
     python benchmarks/bench_quantize.py --device cpu --cases cpu
 
 The bytes of a candidate are what it must read and write: the valid rows of the source, and the codes and scales of
 whole results. The bound is a copy of the size of the source, timed in the same run and interleaved with the candidates
-of a case. `--lists` gives the numbers of listed weights, each allocated separately and also measured packed.
+of a case. With `--gathered k` rows are also those of a k-th as many tokens, in a random order: gathered by what
+quantises them, and by a pass before it, whose time is then part of the row. `--lists` gives the numbers of listed
+weights, each allocated separately and also measured packed.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks import harness
-from grouped_core import _native, calls, plans
+from grouped_core import _native, calls, plans, routing_calls
 from grouped_core.calls import SLOTS, ArraySpec, Call
 from grouped_core.formats import FORMATS, Format
 from tests import cases
@@ -85,9 +88,13 @@ def launch(call: Call, device: str, **operands: torch.Tensor | None) -> Launch:
 
 
 def quantizer(
-    source: torch.Tensor | list[torch.Tensor], format: Format, form: str, sizes: torch.Tensor | None
+    source: torch.Tensor | list[torch.Tensor],
+    format: Format,
+    form: str,
+    sizes: torch.Tensor | None,
+    places: torch.Tensor | None = None,
 ) -> Launch:
-    """Quantises rows (with `sizes`), or weights as one packed tensor or a list."""
+    """Quantises rows (with `sizes`), or weights as one packed tensor or a list; `places` gathers rows of tokens."""
     first = source[0] if isinstance(source, list) else source
     device, dtype = first.device.type, str(first.dtype).removeprefix("torch.")
     spec = ArraySpec((len(source), *first.shape) if isinstance(source, list) else tuple(first.shape), dtype)
@@ -98,6 +105,7 @@ def quantizer(
         encode=format.delayed,
         amax=format.delayed,
         key=format.stochastic,
+        gather=None if places is None else (places.shape[0], places.shape[0] // spec.shape[0]),
     )
     more: dict[str, torch.Tensor] = {}
     if format.delayed:
@@ -105,7 +113,7 @@ def quantizer(
     if format.stochastic:
         more["key"] = torch.tensor([1, 2], dtype=torch.int32, device=device)
     if not isinstance(source, list):
-        return launch(call, device, source=source, group_sizes=sizes, **more)
+        return launch(call, device, source=source, group_sizes=sizes, places=places, **more)
     table = address_table(source, -1 if first.device.index is None else first.device.index)
     made = launch(call, device, source_table=table, **more)
     moved = made.bytes + sum(each.nbytes for each in source)
@@ -125,6 +133,39 @@ def dequantizer(source: torch.Tensor, format: Format, form: str, sizes: torch.Te
     values, scales, group_scales = made.results[3:6] if cross else made.results[:3]
     named = {"values": values, "scales": scales, "group_scales": group_scales}
     return launch(call, source.device.type, group_sizes=sizes, **named)
+
+
+def gathered(
+    source: torch.Tensor, slots: int, sizes: torch.Tensor, args: argparse.Namespace
+) -> dict[str, tuple[Launch, ...]]:
+    """Quantises rows of tokens, `slots` of each, as many as `source` has: in one pass, and in two."""
+    tokens, device = source[: source.shape[0] // slots], source.device.type
+    count, dtype = tokens.shape[0] * slots, str(source.dtype).removeprefix("torch.")
+    places = torch.randperm(count, device=device).int()
+    inverse = torch.empty_like(places)
+    inverse[places.long()] = torch.arange(count, device=device, dtype=torch.int32)
+    specs = (ArraySpec(tuple(tokens.shape), dtype), ArraySpec((count,), "int32"), slots, None)
+    call = routing_calls.gather_rows(*specs, ArraySpec((tokens.shape[0], slots), "int32"))
+    gather = launch(call, device, rows=tokens, source=places, places=inverse)
+    rows = gather.results[0]
+    assert rows is not None, "gather_rows has one result"
+    rows, made = rows.view(source.dtype).view(count, -1), {}
+    for name in args.formats or ROWS:
+        if not CHOICES[name].gathers or not CHOICES[name].segment:
+            continue
+        for form in FORMS:
+            made[f"{name}, {form}, gathered"] = (quantizer(tokens, CHOICES[name], form, sizes, places),)
+            made[f"{name}, {form}, gathered before"] = (gather, quantizer(rows, CHOICES[name], form, sizes))
+    return made
+
+
+def in_turn(launches: tuple[Launch, ...]) -> Launch:
+    """One launch after the other; named after the last."""
+
+    def run(index: int) -> list[Any]:
+        return [each.run(index) for each in launches]
+
+    return Launch(run, sum(each.bytes for each in launches), launches[-1].kernel, launches[-1].results)
 
 
 def of_lists(case: cases.Case, count: int, device: str, args: argparse.Namespace) -> dict[str, Launch]:
@@ -178,6 +219,8 @@ def rows_of(case: cases.Case, device: str, args: argparse.Namespace) -> list[har
         for name in args.formats or WEIGHTS:
             for form in FORMS if name in WEIGHTS else ():
                 made[f"W {name}, {form}"] = quantizer(weights, CHOICES[name], form, None)
+    if args.gathered:
+        made |= {name: in_turn(each) for name, each in gathered(source, args.gathered, sizes, args).items()}
     for count in args.lists:
         made |= of_lists(case, count, device, args)
     thunks: dict[str, Callable[[int], Any]] = {"copy": lambda _: target.copy_(source)}
@@ -219,6 +262,7 @@ def main() -> None:
     parser.add_argument(
         "--lists", type=int, nargs="*", default=[], metavar="COUNT", help="lists of so many weights, and packed ones"
     )
+    parser.add_argument("--gathered", type=int, default=0, metavar="SLOTS", help="also rows of tokens, so many of each")
     parser.add_argument("--compiled", action="store_true", help="also measure what torch.compile generates")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds per case")

@@ -301,6 +301,7 @@ CALLS: dict[str, tuple[dict[str, str], dict[str, str], dict[str, int | float | s
             "key": "optional [2] uint32",
             "into_amax": "optional as amax",
             "skip": "optional [1] int32",
+            "places": "optional [P] int32",
             "into_values": "optional as values",
             "into_scales": "optional as scales",
             "into_group_scales": "optional as group_scales",
@@ -331,6 +332,7 @@ CALLS: dict[str, tuple[dict[str, str], dict[str, str], dict[str, int | float | s
             "rotate": 0,
             "four_over_six": "",
             "full_range": 0,
+            "slots": 1,
         },
     ),
     "dequantize": (

@@ -96,7 +96,8 @@ before it."""
 _QUANTIZING = ("encode", "key", "into_amax")
 """Operands of quantising, besides its source."""
 
-_QUANTIZING_PARAMS = tuple(schema("quantize").params)
+_QUANTIZING_PARAMS = tuple([name for name in schema("quantize").params if name != "slots"])
+"""Parameters of quantising a result; rows of a result are not gathered."""
 
 ACTIVATED = {name: name.replace("activated_", "cross_") for name in RESULTS["grouped_matmul_dact"][-3:]}
 """Results that are the quantised form of the activated rows, and their names in `quantize`."""
@@ -706,6 +707,7 @@ def quantize(
     skip: bool = False,
     reuse: bool = False,
     stream: int = 0,
+    gather: tuple[int, int] | None = None,
 ) -> Call:
     """Codes and scales of rows [M, X], or, without group sizes, of weights [G, A, B].
 
@@ -713,20 +715,25 @@ def quantize(
         format, forms, encode, amax, merge, key, stream: as in `QuantizedResult`.
         table: weights are given by a table of addresses. skip: a flag that skips the call is given.
         reuse: results are written into the caller's buffers.
+        gather: how many rows, and how many places of `source` [T, X] each of its rows has: row r is then that of place
+            places[r], or zeros.
     """
+    rows, slots = gather or (source.shape[0], 1)
     groups = group_sizes.shape[0] if group_sizes is not None else source.shape[0]
     quantized = QuantizedResult(format, forms, encode, amax, merge, key, stream)
-    results = quantized.results(source, groups)
+    results = quantized.results(source._replace(shape=(rows, *source.shape[1:])), groups)
     operands = {
         "source": source,
         "group_sizes": group_sizes,
         "source_table": table,
         **quantized.operands(),
         "skip": skip,
+        "places": None if gather is None else ArraySpec((rows,), "int32"),
     }
     if reuse:
         operands |= {f"into_{name}": results.get(name) for name in QUANTIZED}
-    return new_call("quantize", operands, results, quantized.params(), lengths={"G": groups})
+    params = quantized.params() | {"slots": slots}
+    return new_call("quantize", operands, results, params, lengths={"G": groups})
 
 
 class QuantizedParts(NamedTuple):

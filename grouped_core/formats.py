@@ -98,6 +98,11 @@ class Format:
         return not self.plain and self.block > 0 and not self.square and not self.per_group
 
     @property
+    def gathers(self) -> bool:
+        """Whether the pass that quantises rows can gather them, from values of 16 bits."""
+        return not self.plain and self.values != "uint8"
+
+    @property
     def block_outer(self) -> int:
         """Elements of the other axis that share a block's scale."""
         return self.block if self.square else 1

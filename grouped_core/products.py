@@ -101,8 +101,21 @@ class Cached:
     forms: QTensor[Any]
 
 
-Operand = Array | Listed | Paired | QTensor[Any] | Cached
-"""One array, one per group, two halves, a quantised array, or an array with its quantised forms."""
+@dataclass(frozen=True)
+class Gathered:
+    """Rows [M, X] that are not in memory yet: the pass that quantises them gathers them, where its format allows it.
+
+    Attributes:
+        tokens: [T, X]. source: int32 [M], the slot of each row. inverse: int32 [T, k], the row of each slot.
+    """
+
+    tokens: Array
+    source: Array
+    inverse: Array
+
+
+Operand = Array | Listed | Paired | QTensor[Any] | Cached | Gathered
+"""One array, one per group, two halves, a quantised array, an array with its quantised forms, or rows of tokens."""
 
 
 def in_form(op: Linear, weight: Any) -> Any:
@@ -128,6 +141,9 @@ def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
         return quantized_spec(operand, run.spec)
     if isinstance(operand, Cached):
         return operand_spec(run, operand.source)
+    if isinstance(operand, Gathered):
+        tokens = run.spec(operand.tokens)
+        return tokens._replace(shape=(run.spec(operand.source).shape[0], tokens.shape[1]))
     return operand.spec if isinstance(operand, Listed) else run.spec(operand)
 
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from grouped_core import calls
+from grouped_core import calls, routing
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import WIDE, Format, QTensor
 from grouped_core.linear_spec import Names, check_sizes
-from grouped_core.products import Array, Cached, Listed, Operand, Runner, arranged, operand_spec, rounded
+from grouped_core.products import Array, Cached, Gathered, Listed, Operand, Runner, arranged, operand_spec, rounded
 from grouped_core.ranks import check_either, check_rank
 
 
@@ -68,7 +68,8 @@ def in_formats(
     """`operand` once for each (contracted axis, format) of `wanted`; forms of one format come from one pass.
 
     Args:
-        operand: rows [M, X] with group_sizes, or weights [G, A, B] without. A quantised operand needs every form in
+        operand: rows [M, X] with group_sizes, or weights [G, A, B] without. `Gathered` rows are gathered by the pass
+            that quantises them, or before where a format does not allow it. A quantised operand needs every form in
             `wanted`, unless `requantize` allows quantising its dequantised values again. A `Cached` operand supplies
             the forms that it has; the others are made from its source.
         scale: [G], quantisation scales of delayed scaling. amax: [G], merged into the amax that is returned.
@@ -91,6 +92,9 @@ def in_formats(
         if (ready := given_forms(operand, wanted)) is not None:
             return Quantized(ready, None)
         operand = _values(run, operand, wanted, group_sizes, requantize)
+    if isinstance(operand, Gathered) and not _gathers(run, operand, wanted):
+        slots = run.spec(operand.inverse).shape[1]
+        operand = routing.gather(run, operand.tokens, operand.source, slots, inverse=operand.inverse)
     forms: list[Operand | None] = [None] * len(wanted)
     passes: dict[Format, dict[int, int]] = {}  # format -> {axis: place in `wanted`}
     for place, (axis, fmt) in enumerate(wanted):
@@ -108,6 +112,10 @@ def in_formats(
     return Quantized([form for form in forms if form is not None], amax)
 
 
+def _gathers(run: Runner, rows: Gathered, wanted: Sequence[tuple[int, Format]]) -> bool:
+    return run.spec(rows.tokens).dtype != "float32" and all(fmt.gathers for _, fmt in wanted)
+
+
 class _Delayed(NamedTuple):
     """Delayed scaling of one pass: scales [G], the array that the amax is merged with, whether to find the amax."""
 
@@ -118,7 +126,7 @@ class _Delayed(NamedTuple):
 
 def _quantize(
     run: Runner,
-    source: Array | Listed,
+    source: Array | Listed | Gathered,
     fmt: Format,
     places: dict[int, int],
     wanted: Sequence[tuple[int, Format]],
@@ -134,8 +142,9 @@ def _quantize(
     scale, merged, measure = delayed if fmt.delayed else _Delayed(None, None, measure=False)
     merged = merged if measure else None
     key, stream = randoms
+    gathered = source if isinstance(source, Gathered) else None
     call = calls.quantize(
-        spec,
+        spec if gathered is None else run.spec(gathered.tokens),
         fmt.replace(rotate=rotate),
         (last in places, last - 1 in places),
         None if group_sizes is None else run.spec(group_sizes),
@@ -147,9 +156,11 @@ def _quantize(
         skip=skip is not None,
         reuse=bool(buffers),
         stream=stream,
+        gather=None if gathered is None else (spec.shape[0], run.spec(gathered.inverse).shape[1]),
     )
     named = {
-        "source": source,
+        "source": source if gathered is None else gathered.tokens,
+        "places": None if gathered is None else gathered.source,
         "group_sizes": group_sizes,
         "encode": scale,
         "into_amax": merged,

@@ -399,7 +399,10 @@ class Oracle:
         }
         slots = dict(zip(RESULTS[call.name], call.outputs, strict=True))
         results = {name: np.zeros(s.shape, numpy_dtype(s.dtype)) for name, s in slots.items() if s is not None}
-        sizes, rows = taken.get("group_sizes"), call.inputs[0] if call.name == "quantize" else call.outputs[0]
+        sizes, rows = taken.get("group_sizes"), call.outputs[0]
+        if call.name == "quantize":
+            specs = dict(zip(SLOTS[call.name], call.inputs, strict=True))
+            rows = specs["places"] or specs["source"]
         ends = None if sizes is None or rows is None else group_ends(sizes, rows.shape[0])
         reference_quantized.run(call, taken, results, ends)
         return tuple(results.get(name) for name in slots)

@@ -145,6 +145,9 @@ def _quantize(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, ends
     from_bits = o["source"]
     source = from_bits.dtype.name
     x = from_bits.astype(np.float32)
+    if o["places"] is not None:
+        exist = (o["places"] >= 0) & (o["places"] < p["slots"] * x.shape[0])
+        x = np.where(exist[:, None], x[np.where(exist, o["places"] // p["slots"], 0)], np.float32(0))
     key = 0 if o["key"] is None else int(o["key"][0]) | int(o["key"][1]) << 32
     if results.get("amax") is not None:
         members = x if ends is None else [x[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]

@@ -19,7 +19,7 @@ from grouped_core.gradients import Amaxes, MainGrads, measures_late, plain_rows,
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp import NOTHING, AtHidden, Beside
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, kept, restrict
-from grouped_core.products import Array, Operand, Runner, operand_spec
+from grouped_core.products import Array, Gathered, Operand, Runner, operand_spec
 from grouped_core.quantizing import Extras, in_formats
 from grouped_core.routing import Order
 
@@ -76,7 +76,7 @@ def forward(
     count = spec.shape[0] * spec.shape[1]
     found = routing.order(run, experts, operand_spec(run, wo).shape[0], count, weights=weights)
     if beside.reads_x:
-        rows = routing.gather(run, x, found.source, spec.shape[1], inverse=found.inverse)
+        rows = rows_of(run, x, found.source, found.inverse)
     else:
         rows = _gathered(run, op, x, found, tokens, operand_spec(run, wi))
     operands = (rows, wi, wo, found.sizes, found.probs, wi_bias, wo_bias)
@@ -90,7 +90,12 @@ def _gathered(run: Runner, op: Mlp, x: Operand, found: Order, tokens: Array, wi:
     fmt = op.fc1().resolve(operand_spec(run, x), wi).forward[0]
     if fmt.by_row and not isinstance(x, QTensor):
         x = codes_of(run, x, fmt, tokens)
-    return rows_of(run, x, found.source, found.inverse)
+    return _rows_to_quantize(run, x, found.source, found.inverse)
+
+
+def _rows_to_quantize(run: Runner, x: Operand, source: Array, inverse: Array) -> Operand:
+    """As `rows_of`, but rows that are not quantised yet are gathered by the pass that does it."""
+    return rows_of(run, x, source, inverse) if isinstance(x, QTensor) else Gathered(x, source, inverse)
 
 
 def codes_of(run: Runner, x: Array, fmt: Format, tokens: Array) -> QTensor[Any]:
@@ -119,10 +124,11 @@ def rows_of(run: Runner, x: Operand, source: Array, inverse: Array) -> Any:
     return QTensor(values, scales, None, x.format, 1, (run.spec(source).shape[0], x.shape[1]), x.dtype)
 
 
-def _wide_rows(run: Runner, x: Operand, source: Array, inverse: Array, sizes: Array) -> Array:
-    """As `rows_of`, dequantised where x is quantised, for what quantises them along other axes."""
-    rows = rows_of(run, x, source, inverse)
-    return plain_rows(run, rows, sizes) if isinstance(rows, QTensor) else rows
+def _wide_rows(run: Runner, x: Operand, source: Array, inverse: Array, sizes: Array) -> Operand:
+    """The rows of x [T, K] for what quantises them along other axes: dequantised where x is quantised."""
+    if isinstance(x, QTensor):
+        return plain_rows(run, rows_of(run, x, source, inverse), sizes)
+    return Gathered(x, source, inverse)
 
 
 def at_hidden(
@@ -149,9 +155,12 @@ def at_hidden(
     Args:
         specs: of the rows (`row_specs`). x: [T, K], read where h is computed again. dy: [T, K].
     """
-    op, slots = keeps_tokens(op), run.spec(order.inverse).shape[1]
-    rows = None if x is None else rows_of(run, x, order.source, order.inverse)
-    d_rows = routing.gather(run, dy, order.source, slots, inverse=order.inverse)
+    op = keeps_tokens(op)
+    gather = rows_of if beside.reads_x else _rows_to_quantize
+    rows = None if x is None else gather(run, x, order.source, order.inverse)
+    # Rows that only products read are gathered by what quantises them.
+    gather = _rows_to_quantize if beside is NOTHING and specs.wo_bias is None else rows_of
+    d_rows = gather(run, dy, order.source, order.inverse)
     operands = (rows, h, z, wi, wo, order.sizes, order.probs, wi_bias, wo_bias, d_rows)
     found = mlp.at_hidden(run, op, specs, *operands, needs, extras=extras, beside=beside)
     if found.probs is None:
@@ -211,7 +220,7 @@ def first_rows(
         op: the first product. wi: spec of its weight. scale: quantisation scales [G] of delayed scaling.
     """
     rows = _wide_rows(run, x, source, inverse, sizes)
-    recipe = op.resolve(run.spec(rows), wi)
+    recipe = op.resolve(operand_spec(run, rows), wi)
     return rows_for_wgrad(run, recipe, rows, sizes, Extras(x=scale, measure=False)).forms[0]
 
 

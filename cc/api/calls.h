@@ -572,13 +572,23 @@ struct ActivationGrad {
   }
 };
 
-// Stores rows or weights in a quantised format.
+// Stores rows or weights in a quantised format. With `places` the rows are gathered: row r is that of place places[r]
+// of the source, whose rows have `slots` places each, or zeros if there is no such place.
 struct Quantize : Storing, StoredBuffers {
   static constexpr const char* kName = "quantize";
-  TensorView source;        // float32, bfloat16 or float16; data is null where source_table is present
+  TensorView source;  // float32, bfloat16 or float16; data is null where source_table is present
+  TensorView places;
   TensorView group_sizes;   // absent: weights, one member a group
   TensorView source_table;  // addresses of one [A, B] weight a group
   TensorView skip;          // not zero leaves every result as it is; wants all `into_`
+  int64_t slots = 1;
+
+  // What is quantised: the rows that are gathered, or the source.
+  TensorView rows() const {
+    TensorView gathered = source;
+    if (places.present()) gathered.dims[0] = places.dims[0];
+    return gathered;
+  }
 
   template <class Visitor>
   void visit(Visitor&& v) {
@@ -587,9 +597,11 @@ struct Quantize : Storing, StoredBuffers {
     v.optional("source_table", source_table, "[G] int64");
     visit_inputs(v);
     v.optional("skip", skip, "[1] int32");
+    v.optional("places", places, "[P] int32");
     visit_buffers(v);
     visit_results(v);
     visit_params(v);
+    v.param("slots", slots);
   }
 };
 

@@ -416,7 +416,12 @@ void own_rules(Check* check, const Quantize& call) {
   const int64_t groups = groups_of_source(check, "source", call.source, call.group_sizes);
   check->require(call.values.present() || call.cross_values.present() || call.amax.present(),
                  [] { return "results: expected at least one of them"; });
-  storing(check, call, call.source, ragged, groups);
+  check->require(call.slots >= 1 && (call.places.present() || call.slots == 1),
+                 [&] { return "slots: " + std::to_string(call.slots) + ", expected 1 or more, 1 without places"; });
+  check->require(!call.places.present() || (ragged && call.source.dims[0] <= INT32_MAX / call.slots),
+                 [] { return "places: expected beside group_sizes, for fewer than 2^31 rows of source times slots"; });
+  if (!check->wrong.empty()) return;
+  storing(check, call, call.rows(), ragged, groups);
   reused_if_skipped(check, call);
   check->require(!call.source_table.present() || !ragged, [] { return "source_table: expected for weights only"; });
 }

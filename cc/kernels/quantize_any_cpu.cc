@@ -42,14 +42,14 @@ class Job {
       : call_(call),
         isa_(isa),
         ragged_(call.group_sizes.present()),
-        groups_(call.source, call.group_sizes, call.segment),
+        groups_(call.rows(), call.group_sizes, call.segment),
         width_(call.source.dims[call.source.rank - 1]),
         type_(call.values.present() ? call.values.dtype : call.cross_values.dtype),
         rule_(store_rule(call, T::kMax, call.source.dtype == DType::bf16)),
         amax_(static_cast<size_t>(groups_.count())),
         rotated_amax_(static_cast<size_t>(groups_.count())),
         scales_(static_cast<size_t>(2 * groups_.count()), GroupScale{1.0f, 1.0f}) {
-    const int64_t tall = ragged_ ? call.source.dims[0] : call.source.dims[1], b = std::max<int64_t>(call.block, 1);
+    const int64_t tall = call.rows().dims[ragged_ ? 0 : 1], b = std::max<int64_t>(call.block, 1);
     const int64_t cross_tall = ragged_ && call.cross_values.present() ? padded_rows() : tall;
     rows_place_ = ScalePlace::of(call.scales, ragged_, false, divide_up(tall, call.block_outer), divide_up(width_, b));
     cross_place_ =
@@ -82,23 +82,31 @@ class Job {
   int64_t padded_rows() const { return call_.cross_values.dims[call_.turned ? 1 : 0]; }
   size_t scale_index(int64_t group, bool cross) const { return static_cast<size_t>(2 * group + cross); }
 
+  // Of a row that a group owns; below 0: zeros.
+  int64_t source_row(int64_t row) const {
+    if (!call_.places.present()) return row;
+    const int64_t place = call_.places.as<const int32_t>()[row];
+    return place >= 0 && place < call_.source.dims[0] * call_.slots ? place / call_.slots : -1;
+  }
+
   // body(tile, scratch) for the tiles of a band, values decoded and zeros around them.
   template <class Body>
   void tiles(const Band& band, const Body& body) {
     Scratch* s = static_cast<Scratch*>(panel_scratch(sizeof(Scratch)));
     const StoredGroup& group = groups_[band.group];
     const int64_t bytes = dtype_bytes(call_.source.dtype);
-    const char* from = call_.source.as<const char>() + group.begin * width_ * bytes;
-    if (call_.source_table.present()) {
-      from = reinterpret_cast<const char*>(call_.source_table.as<const int64_t>()[band.group]);
-    }
+    const bool listed = call_.source_table.present();
+    const char* from = listed ? reinterpret_cast<const char*>(call_.source_table.as<const int64_t>()[band.group])
+                              : call_.source.as<const char>();
+    const int64_t first = band.row + (listed ? 0 : group.begin);
     const int64_t padded = ragged_ && call_.segment ? divide_up(band.valid, call_.segment) * call_.segment : band.valid;
     for (int64_t column = 0; column < width_; column += kTileColumns) {
       const Tile tile = {band, column, std::min(kTileColumns, width_ - column), padded};
       for (int64_t r = 0; r < padded; ++r) {
         float* to = s->values + r * kTileColumns;
-        if (r < band.valid) {
-          isa_.decode(call_.source.dtype, from + ((band.row + r) * width_ + column) * bytes, tile.columns, to);
+        const int64_t row = r < band.valid ? source_row(first + r) : -1;
+        if (row >= 0) {
+          isa_.decode(call_.source.dtype, from + (row * width_ + column) * bytes, tile.columns, to);
         } else {
           memset(to, 0, static_cast<size_t>(tile.columns) * sizeof(float));
         }
@@ -291,7 +299,7 @@ class Job {
     }
     if (!ragged_) return;
     const BlockScale none = block_scale<T>(rule_, 0, {1.0f, 1.0f});
-    const int64_t rows = call_.source.dims[0], block = std::max<int64_t>(call_.block, 1);
+    const int64_t rows = call_.rows().dims[0], block = std::max<int64_t>(call_.block, 1);
     if (call_.values.present()) {
       zero_rows(pool, call_.values, groups_.end(), rows);
       for (int64_t c = 0; call_.block && c < divide_up(width_, block); ++c) {

@@ -46,7 +46,8 @@ __device__ void load_tile(const FineLaunch& p, const StoreTile& tile, Shared* s)
   for (int r = threadIdx.x / kLanes; r < kStoreRows; r += kThreads / kLanes) {
     float v[kVector] = {};
     const int count = r < tile.rows ? tile.columns - column : 0;
-    if (count > 0) load_values<kVector>(base, p.source_type, (row + r) * p.width + tile.column + column, count, v);
+    const int64_t from = count <= 0 ? -1 : p.gather.places ? p.gather.row(row + r) : row + r;
+    if (from >= 0) load_values<kVector>(base, p.source_type, from * p.width + tile.column + column, count, v);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) s->values[r * kPitch + column + i] = v[i];
   }
@@ -274,7 +275,7 @@ size_t workspace(const Quantize& call, const Target&) {
 
 // As many blocks as there may be tiles, at most a few an SM.
 unsigned blocks_of(const FineLaunch& p, const Quantize& call) {
-  const int64_t rows = call.source.elements() / (p.width ? p.width : 1);
+  const int64_t rows = call.rows().elements() / (p.width ? p.width : 1);
   const int64_t tiles = (most_row_tiles(rows, p.scan.count, kStoreRows) + divide_up(p.padded_rows, kStoreRows) + 1) *
                         divide_up(p.width, kStoreColumns);
   return static_cast<unsigned>(std::min(tiles, int64_t{4} * multiprocessors()));

@@ -379,6 +379,7 @@ std::string refuses(const Quantize& call, const Target& target) {
   const TensorView& cross = call.cross_values;
   const DType type = (call.values.present() ? call.values : cross).dtype;
   if (type != DType::u8) return std::string("gives E2M1, not ") + dtype_name(type);
+  if (call.places.present()) return "gathers no rows";
   if (!call.four_over_six.empty()) return "does not choose between scales (four_over_six)";
   if (!nvfp4) {
     if (call.block != 32 || call.block_outer != 1) return "takes e8m0 scales of blocks of 32";

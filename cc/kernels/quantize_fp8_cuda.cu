@@ -19,7 +19,8 @@
 // fp32 values: the same tiles, 64 KiB and 64 registers of values, so 2 blocks an SM (128 registers) for all forms. A
 // thread's 8 columns are 32 bytes of a row there, of which a warp would read half sectors: its lanes load a row in
 // turn, 512 bytes, and find their own in the warp's 8 KiB, swizzled by 16 bytes. 5.03 and 6.06 bytes a value.
-// Members of a list that are not aligned are read value by value (copy_lines).
+// Members of a list that are not aligned are read value by value (copy_lines). Of gathered rows eight lanes find the
+// places, one row each, before the tile's copies start.
 #include <string>
 #include <type_traits>
 
@@ -60,12 +61,22 @@ struct ColumnShared : Shared<kFrom> {
 // find them in different banks.
 __device__ inline int swizzled(int piece) { return piece ^ (piece >> 3 & 1); }
 
-template <DType kFrom, bool kWide>
+template <DType kFrom, bool kWide, bool kGather>
 __device__ inline void load_tile(const StoreProblem& p, const SourceTile& tile, Shared<kFrom>* s) {
   const Shape<kWide> at;
   const int64_t pitch = kBytes<kFrom> * p.width;
   const bool vectors = has_vectors(tile.values);
-  if constexpr (kFrom != DType::f32) {
+  if constexpr (kGather) {
+    // Eight lanes of those that share rows look up one each.
+    const int row = at.row + threadIdx.x % kVector;
+    const int own = row < tile.rows ? p.gather.row(tile.source + row) : -1;
+    const char* const from = tile.values + 2 * at.column;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const int found = __shfl_sync(~0u, own, threadIdx.x % 32 / kLanes * kLanes + i);
+      copy_vector(&s->raw[i][threadIdx.x], from + max(found, 0) * pitch, found >= 0 && at.column < tile.columns);
+    }
+  } else if constexpr (kFrom != DType::f32) {
     copy_lines<kFrom, kVector>(&s->raw[0][threadIdx.x], kThreads, tile.values + at.row * pitch + 2 * at.column, pitch,
                                at.column < tile.columns ? tile.rows - at.row : 0, vectors);
   } else {
@@ -126,8 +137,8 @@ __device__ inline float square_factor(const StoreProblem& p, const StoreTile& ti
 template <DType kFrom, int kForms>
 using SharedOf = typename std::conditional<(kForms & kColumns) != 0, ColumnShared<kFrom>, Shared<kFrom>>::type;
 
-// kBlock 0: one scale a group; kSquare: of blocks 128 x 128. kForms 0: amaxes alone.
-template <DType kFrom, int kBlock, bool kSquare, int kForms>
+// kBlock 0: one scale a group; kSquare: of blocks 128 x 128. kForms 0: amaxes alone. kGather: of gathered rows.
+template <DType kFrom, int kBlock, bool kSquare, int kForms, bool kGather>
 __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
     store_tiles(const __grid_constant__ StoreLaunch p, uint32_t column_tiles) {
   constexpr bool kWide = kIsWide<kSquare, kForms>;
@@ -148,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
     return true;
   };
   bool more = find(blockIdx.x, &tile);
-  if (more && tile.group < p.scan.count) load_tile<kFrom, kWide>(p, tile, s);
+  if (more && tile.group < p.scan.count) load_tile<kFrom, kWide, kGather>(p, tile, s);
   if (kBlock == 0 && kForms) wait_for_launch_before();
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next, turns.advance()) {
@@ -158,13 +169,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
     if (tile.group == p.scan.count) {
       if constexpr (kForms == 0) break;  // nothing comes behind
       store_nothing(p, tile, Tile::kRows, kThreads);
-      if (more && next.group < p.scan.count) load_tile<kFrom, kWide>(p, next, s);
+      if (more && next.group < p.scan.count) load_tile<kFrom, kWide, kGather>(p, next, s);
       turns.meet();
       continue;
     }
     Eight<kFrom> raw[kVector];
     take_tile<kFrom>(s, raw);
-    if (more && next.group < p.scan.count) load_tile<kFrom, kWide>(p, next, s);
+    if (more && next.group < p.scan.count) load_tile<kFrom, kWide, kGather>(p, next, s);
     turns.meet();  // the codes and amaxes of the tile before have left shared memory
     if (!kForms || p.measure) turns.see(amax_of<kFrom>(largest(raw)), tile.group);
     if constexpr (kForms == 0) continue;
@@ -212,6 +223,7 @@ std::string refuses(const Quantize& call, const Target& target) {
   const TensorView& cross = call.cross_values;
   const DType type = (call.values.present() ? call.values : cross).dtype;
   if (!is_fp8(type)) return std::string("gives FP8, not ") + dtype_name(type);
+  if (call.places.present() && call.source.dtype == DType::f32) return "gathers rows of 16-bit values";
   if (call.rule != "fp32" && call.rule != "e8m0") return "has no rule " + call.rule;
   if (call.rule == "fp32" && call.block != 0 && call.block != 128) return "takes blocks of 128";
   if (call.rule == "e8m0" && (call.block != 32 || call.block_outer != 1)) return "takes blocks of 32";
@@ -225,10 +237,10 @@ std::string refuses(const Quantize& call, const Target& target) {
 
 size_t workspace(const Quantize& call, const Target&) { return StoreScan::bytes(groups_of(call)); }
 
-template <DType kFrom, int kBlock, bool kSquare, int kForms>
-void run(const Quantize& call, StoreLaunch p, const LaunchOptions& how) {
+template <DType kFrom, int kBlock, bool kSquare, int kForms, bool kGather>
+void run_one(const Quantize& call, StoreLaunch p, const LaunchOptions& how) {
   using Tile = Shape<kIsWide<kSquare, kForms>>;
-  constexpr auto kKernel = store_tiles<kFrom, kBlock, kSquare, kForms>;
+  constexpr auto kKernel = store_tiles<kFrom, kBlock, kSquare, kForms, kGather>;
   constexpr int kOwnBytes = sizeof(SharedOf<kFrom, kForms>);
   const int bytes = kOwnBytes + GroupTable::bytes(p);
   allow_shared_memory<kKernel>(most_shared_bytes<kOwnBytes>());
@@ -238,6 +250,14 @@ void run(const Quantize& call, StoreLaunch p, const LaunchOptions& how) {
   if (grid == 0) return;
   ready_to_draw(&p, tiles, grid, how);
   launch_storing(kKernel, grid, bytes, how, p, static_cast<uint32_t>(column_tiles));
+}
+
+template <DType kFrom, int kBlock, bool kSquare, int kForms>
+void run(const Quantize& call, const StoreLaunch& p, const LaunchOptions& how) {
+  if constexpr (kFrom != DType::f32 && !kSquare) {
+    if (p.gather.places) return run_one<kFrom, kBlock, kSquare, kForms, true>(call, p, how);
+  }
+  run_one<kFrom, kBlock, kSquare, kForms, false>(call, p, how);
 }
 
 template <DType kFrom, int kBlock, bool kSquare>

@@ -11,6 +11,8 @@
 //        --> amaxes of 8 rows, two a word --> over 16 lanes (4 for blocks of 32), scattered so that each lane finds the
 //            scale of one row (two) --> factors back by shuffles --> codes, 8 bytes a row and lane
 //
+// Gathered rows: eight lanes find a row each, and all load from there.
+//
 // No shared memory, no barrier, no workspace. 64 registers, so that 4 blocks an SM have 128 KiB under way: by
 // estimate several times what the latency of memory asks for, so there is room for every warp to read the sizes again.
 // Meant to be bound by memory: 3.03 bytes a value, and about 10 issue slots in time for 21. Of fp32 values a lane reads
@@ -78,9 +80,16 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm<kFrom>)
   const char* from = p.table ? reinterpret_cast<const char*>(p.table[weight])
                              : static_cast<const char*>(p.source) + weight * p.rows * pitch;
   const bool vectors = has_vectors(from);
-  from += first * pitch + kBytes<kFrom> * (column + at.column);
+  from += kBytes<kFrom> * (column + at.column);
   Eight<kFrom> raw[kVector];
-  if (vectors) {
+  if (p.gather.places) {
+    const int lane = threadIdx.x % 32, own = lane < min(end - first, kVector) ? p.gather.row(first + lane) : -1;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const int row = __shfl_sync(~0u, own, i);
+      take(from + max(row, 0) * pitch, row >= 0 && at.column < tile.columns, &raw[i]);
+    }
+  } else if (from += first* pitch; vectors) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) take(from + i * pitch, i < count, &raw[i]);
   } else {
@@ -101,7 +110,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm<kFrom>)
 
 // Strips of rows that follow each other in memory: of ragged rows, or of one weight.
 int64_t strips_of_each(const Quantize& call) {
-  return divide_up(call.source.dims[call.group_sizes.present() ? 0 : 1], Strip::kRows);
+  return divide_up(call.rows().dims[call.group_sizes.present() ? 0 : 1], Strip::kRows);
 }
 int64_t row_strips_of(const Quantize& call) {
   return strips_of_each(call) * (call.group_sizes.present() ? 1 : call.source.dims[0]);

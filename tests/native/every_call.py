@@ -155,6 +155,7 @@ def quantized(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
                     yield calls.quantize(x, format, forms, sizes, **beside, encode=format.delayed)
                 if forms[0] and (format.segment or not forms[1]):
                     yield calls.quantize(x, format, forms, sizes, key=format.stochastic)
+                    yield calls.quantize(x, format, forms, sizes, gather=(2 * rows + 1, 2))
             for axis in (1, 0) if format.segment else (1,):
                 rows_spec = calls.spec_in_format(format, x.shape, axis, "bfloat16", groups)
                 yield calls.dequantize(rows_spec, sizes, "float32")

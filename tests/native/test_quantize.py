@@ -54,6 +54,8 @@ def quantize(
     table: NDArray[Any] | None = None,
     into: dict[str, NDArray[Any]] | None = None,
     stream: int = 0,
+    places: NDArray[Any] | None = None,
+    slots: int = 1,
     **operands: NDArray[Any],
 ) -> dict[str, NDArray[Any]]:
     """Results by name; `operands` are encode, key, skip, into_amax; `into` holds buffers by result."""
@@ -67,10 +69,11 @@ def quantize(
         merge="into_amax" in operands,
         reuse=into is not None,
         stream=stream,
+        gather=None if places is None else (places.shape[0], slots),
         **{name: name in operands for name in ("encode", "key", "skip")},
     )
     buffers = {f"into_{name}": buffer for name, buffer in (into or {}).items() if name in QUANTIZED}
-    given = {"source": source, "group_sizes": group_sizes, **operands, **buffers}
+    given = {"source": source, "group_sizes": group_sizes, "places": places, **operands, **buffers}
     if table is not None:
         given |= {"source": None, "source_table": table}
     results = run(call, call.arrange(**given))
@@ -154,6 +157,44 @@ def test_rows_alone(kernel, format, case, width, dtype):
     """In blocks along them: ends of rows, of groups, of sizes that are read 32 at a time."""
     x, sizes = rows_of(dataclasses.replace(case, k=width), dtype)
     quantize(Native(kernel), x, format, (True, False), sizes)
+
+
+@pytest.mark.rule("LYR-16", "GRP-4", "GRP-12")
+@pytest.mark.matrix(
+    kernel=kernels("quantize"),
+    format=FOR_ROWS,
+    case=CASES[::2],
+    width=(37, *WIDTHS[2:]),
+    dtype=cases.DTYPES,
+    forms=FORMS,
+    slots=(1, 3),
+    valid=lambda kernel, format, forms, **_: "fp8_rows" not in kernel or (format in IN_BLOCKS and not forms[1]),
+)
+def test_gathered_rows(kernel, format, case, width, dtype, forms, slots):
+    """Rows of any places, several of one row, some of none; places of rows behind the groups are read by nobody."""
+    tokens = case.rows // 2 + 1
+    x, rng = numbers((tokens, width), dtype, case.name), np.random.default_rng(7)
+    places = rng.integers(-2, tokens * slots + 2, case.rows).astype(np.int32)
+    places[3::11] = 2**31 - 1
+    options: dict[str, Any] = {"key": KEY, "into_amax": np.full(case.groups, 1e-3, np.float32)}
+    if format in IN_BLOCKS:
+        del options["into_amax"]
+    quantize(Native(kernel), x, format, forms, np.array(case.sizes, np.int32), places=places, slots=slots, **options)
+
+
+@pytest.mark.rule("LYR-16")
+@pytest.mark.matrix(
+    kernel=kernels("quantize"), dtype=NARROW, forms=FORMS, started=((), (1,), range(5)), starts_at_one=(False, True)
+)
+def test_gathered_rows_with_given_multipliers(kernel, dtype, forms, started, starts_at_one):
+    """Delayed scaling: groups without a multiplier take that of the rows that are gathered for them."""
+    sizes, encode = np.array((7, 0, 130, 1, 340), np.int32), np.zeros(5, np.float32)
+    encode[list(started)] = 0.5
+    x, places = numbers((90, 1040), dtype), np.random.default_rng(8).permutation(720)[:500].astype(np.int32)
+    format = FORMATS["fp8_tensor"].replace(delayed=True, starts_at_one=starts_at_one)
+    options = {"encode": encode, "into_amax": np.full(5, 1e-3, np.float32)}
+    found = quantize(Native(kernel), x, format, forms, sizes, places=places, slots=8, **options)
+    same(quantize(Native(kernel), x[places // 8], format, forms, sizes, **options), found)
 
 
 @pytest.mark.rule("MAT-2", "GRP-12")

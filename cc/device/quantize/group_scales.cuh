@@ -62,6 +62,18 @@ struct StoreTile {
   int columns;
 };
 
+// Which row of the source each row is, where they are gathered.
+struct Gather {
+  const int32_t* places;  // null: rows are those of the source
+  uint32_t limit, slots;  // places of the source, and of each of its rows
+
+  // Of a row that a group owns; below 0: zeros.
+  __device__ int row(int64_t at) const {
+    const uint32_t place = static_cast<uint32_t>(__ldg(places + at));
+    return place < limit ? static_cast<int>(place / slots) : -1;
+  }
+};
+
 // A Quantize as all of its kernels take it.
 struct StoreProblem {
   StoreScan scan;
@@ -69,8 +81,9 @@ struct StoreProblem {
   DType source_type;
   const int64_t* table;  // null: packed
   const int32_t* sizes;  // null: weights
-  int64_t rows;          // of the source, or of one weight
-  int64_t padded_rows;   // of the padded form; 0: there is none
+  Gather gather;
+  int64_t rows;         // of all groups, or of one weight
+  int64_t padded_rows;  // of the padded form; 0: there is none
   int64_t width;
   bool ragged;
   int segment;      // 0: padded rows are those that exist
@@ -296,7 +309,7 @@ inline StoreProblem store_problem(const Quantize& call, const Context& context) 
   StoreProblem p = {};
   const bool ragged = call.group_sizes.present();
   const int64_t groups = ragged ? call.group_sizes.dims[0] : call.source.dims[0];
-  const int64_t tall = call.source.dims[ragged ? 0 : 1], wide = call.source.dims[ragged ? 1 : 2];
+  const int64_t tall = call.rows().dims[ragged ? 0 : 1], wide = call.source.dims[ragged ? 1 : 2];
   const int64_t block = call.block > 0 ? call.block : 1, outer = call.block_outer;
   const TensorView& cross = call.cross_values;
   const int64_t padded = ragged && cross.present() ? cross.dims[call.turned ? 1 : 0] : 0;
@@ -304,6 +317,8 @@ inline StoreProblem store_problem(const Quantize& call, const Context& context) 
   p.source = call.source.data;
   p.source_type = call.source.dtype;
   p.table = data_of<const int64_t>(call.source_table);
+  p.gather = {data_of<const int32_t>(call.places), static_cast<uint32_t>(call.source.dims[0] * call.slots),
+              static_cast<uint32_t>(call.slots)};
   p.sizes = data_of<const int32_t>(call.group_sizes);
   p.rows = tall;
   p.padded_rows = padded;

@@ -188,7 +188,7 @@ __device__ inline void copy_vector(void* shared, const void* global, bool exists
 template <DType kFrom>
 constexpr int kBytes = kFrom == DType::f32 ? 4 : 2;  // of a value
 
-// A tile, and the address of its first value.
+// A tile, and the address of its first value; of gathered rows that of its column in the first row of the source.
 struct SourceTile : StoreTile {
   const char* values;
 };
@@ -205,6 +205,7 @@ __device__ inline bool find_source(const StoreLaunch& p, const GroupTable& t, ui
     base = reinterpret_cast<const char*>(p.table[tile->group]);
     row = tile->row;
   }
+  if (p.gather.places) row = 0;
   tile->values = base + kBytes<kFrom> * (row * p.width + tile->column);
   return true;
 }
@@ -337,7 +338,7 @@ inline int shared_memory_of_block() { return attribute_of_device<cudaDevAttrMaxS
 // Tiles of `height` rows of all groups and of what none owns; rows have one at least, for what belongs to groups.
 inline int64_t most_row_tiles_of(const Quantize& call, int64_t height) {
   const bool ragged = call.group_sizes.present();
-  const int64_t groups = groups_of(call), tall = call.source.dims[ragged ? 0 : 1];
+  const int64_t groups = groups_of(call), tall = call.rows().dims[ragged ? 0 : 1];
   if (!ragged) return groups * divide_up(tall, height);
   const int64_t padded = call.cross_values.present() ? call.cross_values.dims[call.turned ? 1 : 0] : 0;
   return std::max<int64_t>(most_row_tiles(tall, groups, height) + divide_up(std::max(tall, padded), height), 1);
@@ -364,7 +365,7 @@ inline std::string refuses_tiles(const Quantize& call, const Target& target) {
   if (!call.group_sizes.present() && call.source.elements() == 0) return "takes weights that have elements";
   const int64_t width = call.source.dims[call.source.rank - 1];
   if (width == 0 || width % 8 != 0) return "takes widths that are multiples of 8";
-  if (call.source.elements() / std::max<int64_t>(width, 1) + kMostGroups * kStoreRows >= kMostRows) {
+  if (call.rows().elements() / std::max<int64_t>(width, 1) + kMostGroups * kStoreRows >= kMostRows) {
     return "takes fewer than 2^31 rows in all";
   }
   if (most_row_tiles_of(call, kStoreRows) * divide_up(width, kStoreColumns) >= kMostRows) {
