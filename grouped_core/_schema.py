@@ -485,6 +485,22 @@ CALLS: dict[str, tuple[dict[str, str], dict[str, str], dict[str, int | float | s
         },
         {"ranks": 1},
     ),
+    "rank_slots": ({"experts": "[T, k] int32"}, {"slot_ranks": "[T, k] int32"}, {"num_experts": 0, "ranks": 1}),
+    "row_slots": (
+        {
+            "experts": "[T, k] int32",
+            "sent": "[P] int32",
+            "places": "[T, k] int32",
+            "weights": "optional [T, k] float32",
+        },
+        {
+            "local": "[P, j] int32",
+            "inverse": "[T, k] int32",
+            "dropped": "[1] int32",
+            "row_weights": "optional [P, j] float32, with weights",
+        },
+        {"num_experts": 0, "ranks": 1},
+    ),
     "pad_groups": (
         {"group_sizes": "[G] int32"},
         {"padded_sizes": "[G] int32", "source": "[P] int32", "inverse": "[M] int32"},

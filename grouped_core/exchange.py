@@ -8,7 +8,12 @@ tokens with one expert each, so the experts run on them as on any tokens (`group
 expert, then source rank, then token: the order of all tokens on one rank, whose bits follow (docs/contracts.md, LYR-9,
 LYR-10). Results go back the same way and are summed per token.
 
-Letters: P ranks, T tokens of a rank, k experts per token, E experts, B rows of the budget, H columns.
+With `once` a token is sent to a rank at most once, with the numbers and weights of its experts there. What arrives are
+tokens with j experts each, j = min(k, E / P), whose results are summed and rounded where they are computed, so that one
+row per token and rank goes back (LYR-18).
+
+Letters: P ranks, T tokens of a rank, k experts per token, E experts, B rows of the budget, j experts of a row at most,
+H columns.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ class Exchange:
     Attributes:
         ranks: P. experts: E, of all ranks. tokens: T, of this rank. slots: k.
         budget: B, rows that one rank sends to one rank at most.
+        once: whether a token is sent to a rank once, for all its experts there, instead of once for each.
     """
 
     ranks: int
@@ -47,6 +53,7 @@ class Exchange:
     tokens: int
     slots: int
     budget: int
+    once: bool = False
 
     @property
     def own(self) -> int:
@@ -58,26 +65,46 @@ class Exchange:
         """Rows that a rank sends, and those that it receives, unused ones too."""
         return self.ranks * self.budget
 
+    @property
+    def slots_of_row(self) -> int:
+        """j, the experts that a row has at most where it arrives, if no token chooses one twice."""
+        return min(self.slots, self.own) if self.once else 1
+
 
 def exchange_option(
-    function: str, *, ranks: int, experts: int, tokens: int, slots: int, budget_factor: float | None = None
+    function: str,
+    *,
+    ranks: int,
+    experts: int,
+    tokens: int,
+    slots: int,
+    budget_factor: float | None = None,
+    once: bool = False,
 ) -> Exchange:
     """The facts of the exchange that `function` asks for.
 
     Args:
-        budget_factor: a rank sends a rank at most this many times the mean T k / P rows, rounded up; None: as many as
-            there can be, where no token chooses an expert twice: T min(k, E / P).
+        budget_factor: a rank sends a rank at most this many times the mean number of rows, rounded up; None: as many as
+            there can be, where no token chooses an expert twice.
+        once: whether a token is sent to a rank once: at most T rows, and T (1 - C(E - E / P, k) / C(E, k)) on average
+            of uniform choices. Otherwise these are T min(k, E / P) and T k / P rows.
 
     Raises:
         ValueError: ranks do not divide the experts, or the factor is out of range.
     """
     own = own_experts(function, experts, ranks)
-    most = max(1, tokens * min(slots, own))
+    most = max(1, tokens if once else tokens * min(slots, own))
     factor = check_budget_factor(function, budget_factor)
     if factor is None:
-        return Exchange(ranks, experts, tokens, slots, most)
-    wanted = math.ceil(factor * tokens * slots / ranks)
-    return Exchange(ranks, experts, tokens, slots, min(most, max(ALIGN, -(-wanted // ALIGN) * ALIGN)))
+        return Exchange(ranks, experts, tokens, slots, most, once)
+    wanted = math.ceil(factor * tokens * _reach(experts, own, slots) if once else factor * tokens * slots / ranks)
+    return Exchange(ranks, experts, tokens, slots, min(most, max(ALIGN, -(-wanted // ALIGN) * ALIGN)), once)
+
+
+def _reach(experts: int, own: int, slots: int) -> float:
+    """The probability that `slots` different experts, drawn uniformly, include one of the `own` experts of a rank."""
+    drawn = min(slots, experts)
+    return 1 - math.comb(experts - own, drawn) / math.comb(experts, drawn)
 
 
 def own_experts(function: str, experts: int, ranks: int) -> int:
@@ -184,14 +211,17 @@ def check_combine(function: str, y: ArraySpec, rows: int) -> None:
 
 
 class Sent(NamedTuple):
-    """What a rank sends, and where each slot's row stands in it.
+    """What a rank sends, and where each slot stands in it.
 
     Attributes:
-        sizes: int32 [E], rows per expert that are sent: of each rank in turn, those of its experts.
-        source: int32 [P B], slot of each row, -1 for none. experts: int32 [P B], its expert, counted from the first one
-            of the rank that gets it, -1 for none. probs: float32 [P B], its weight, 0 for none; None without weights.
-        inverse: int32 [T, k], row of each slot, -1 for none.
-        dropped: int32 [1], slots with an expert for which a budget had no row.
+        sizes: int32 [E], rows per expert that are sent: of each rank in turn, those of its experts. With `once` int32
+            [P], rows per rank.
+        source: int32 [P B], slot of each row, -1 for none; with `once` the first of its slots.
+        experts: int32 [P B j], experts of each row, counted from the first one of the rank that gets it, -1 for none.
+        inverse: int32 [T, k], row of each slot that is the source of one, -1 for the others.
+        dropped: int32 [1], slots with an expert that do not travel.
+        probs: float32 [P B j], the weights of these experts, 0 for none; None without weights.
+        entries: int32 [T, k], place of each slot in `experts` and `probs`, -1 for none; None where `inverse` says so.
     """
 
     sizes: Array
@@ -200,18 +230,34 @@ class Sent(NamedTuple):
     inverse: Array
     dropped: Array
     probs: Array | None
+    entries: Array | None = None
 
 
 def send_order(run: Runner, op: Exchange, experts: Array, weights: Array | None = None) -> Sent:
     """What goes where of the slots of `experts` [T, k], with `weights` [T, k].
 
     The rows are `routing.gather(run, x, sent.source, k)`; results that came back in their places are summed per token
-    by `routing.combine(run, rows, sent.inverse, dtype)`. Each is the gradient of the other.
+    by `routing.combine(run, rows, sent.inverse, dtype)`. Each is the gradient of the other; that of the weights is
+    `routing.of_slots` of the gradient of `probs`. `experts` and `probs` have the axes of the native calls, [P B] or
+    [P B, j].
     """
-    order = routing.order(run, experts, op.experts, op.tokens * op.slots)
+    wide = None if weights is None else run.cast(weights, "float32")
+    if not op.once:
+        return _cut(run, op, experts, op.experts, wide)
+    call = routing_calls.rank_slots(run.spec(experts), op.experts, op.ranks)
+    (ranks,) = run(call, call.arrange(experts=experts))
+    sent = _cut(run, op, ranks, op.ranks, None)
+    facts = (op.experts, op.ranks, op.slots_of_row)
+    call = routing_calls.row_slots(run.spec(experts), run.spec(sent.source), *facts, weights=wide is not None)
+    arrays = {"experts": experts, "sent": sent.source, "places": sent.inverse, "weights": wide}
+    local, entries, dropped, probs = run(call, call.arrange(**arrays))
+    return sent._replace(experts=local, dropped=dropped, probs=probs, entries=entries)
+
+
+def _cut(run: Runner, op: Exchange, groups: Array, count: int, weights: Array | None) -> Sent:
+    """The order of the slots by group, of `count`, cut into what each rank gets."""
+    order = routing.order(run, groups, count, op.tokens * op.slots)
     specs = (run.spec(each) for each in (order.sizes, order.source, order.inverse))
     call = routing_calls.send_order(*specs, op.ranks, op.budget, weights=weights is not None)
-    wide = None if weights is None else run.cast(weights, "float32")
-    arrays = {"group_sizes": order.sizes, "source": order.source, "inverse": order.inverse, "weights": wide}
-    sizes, source, found, inverse, dropped, probs = run(call, call.arrange(**arrays))
-    return Sent(sizes, source, found, inverse, dropped, probs)
+    arrays = {"group_sizes": order.sizes, "source": order.source, "inverse": order.inverse, "weights": weights}
+    return Sent(*run(call, call.arrange(**arrays)))

@@ -15,7 +15,9 @@ from grouped_core.exchange import Exchange
 
 
 class Received(NamedTuple):
-    """What one rank receives: of each of its P B rows the source rank, its slot there, the local expert; -1: none."""
+    """What one rank receives: of each of its P B rows the source rank, the row's slots there and their local experts,
+    [P B, j] in the order of slots; -1: none.
+    """
 
     ranks: NDArray[np.int64]
     slots: NDArray[np.int64]
@@ -28,19 +30,37 @@ def exchange(op: Exchange, experts: Sequence[NDArray[Any]]) -> tuple[list[Receiv
     Args:
         experts: of each rank, [T, k] among all experts; others than 0 to E - 1 are none.
     """
-    received = [Received(*(np.full(op.rows, -1) for _ in range(3))) for _ in range(op.ranks)]
+    several = (op.rows, op.slots_of_row)
+    received = [Received(*(np.full(shape, -1) for shape in (op.rows, several, several))) for _ in range(op.ranks)]
     dropped = [0] * op.ranks
     for source, chosen in enumerate(experts):
         flat = np.asarray(chosen, np.int64).reshape(-1)
         for to in range(op.ranks):
             (slots,) = np.nonzero(flat // op.own == to)
-            slots = slots[np.argsort(flat[slots], kind="stable")]
-            kept = slots[: op.budget]
-            dropped[source] += len(slots) - len(kept)
-            rows = source * op.budget + np.arange(len(kept))
-            received[to].ranks[rows], received[to].slots[rows] = source, kept
-            received[to].experts[rows] = flat[kept] % op.own
+            dropped[source] += len(slots)
+            for at, row in enumerate(_rows(op, flat, slots)[: op.budget]):
+                place, kept = source * op.budget + at, row[: op.slots_of_row]
+                received[to].ranks[place] = source
+                received[to].slots[place, : len(kept)] = kept
+                received[to].experts[place, : len(kept)] = flat[kept] % op.own
+                dropped[source] -= len(kept)
     return received, dropped
+
+
+def _rows(op: Exchange, experts: NDArray[Any], slots: NDArray[Any]) -> list[NDArray[Any]]:
+    """The slots of each row that goes to a rank, of those `slots` whose experts are there."""
+    if op.once:
+        return [slots[slots // op.slots == token] for token in np.unique(slots // op.slots)]
+    return list(slots[np.argsort(experts[slots], kind="stable")].reshape(-1, 1))
+
+
+def travelled(op: Exchange, received: Sequence[Received]) -> NDArray[np.bool_]:
+    """[P, T, k]: which slots of each rank are among what all ranks received."""
+    found = np.zeros((op.ranks, op.tokens * op.slots), bool)
+    for each in received:
+        for rank, slots in zip(each.ranks, each.slots, strict=True):
+            found[rank, slots[slots >= 0]] = True
+    return found.reshape(op.ranks, op.tokens, op.slots)
 
 
 def all_to_all(sent: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:

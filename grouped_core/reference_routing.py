@@ -294,6 +294,37 @@ def _send_order(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
         results["row_weights"][...] = np.where(inside, weights[slot], 0)
 
 
+def _rank_slots(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
+    inside, expert = _inside(o["experts"], p["num_experts"])
+    ranks = np.where(inside, expert // (p["num_experts"] // p["ranks"]), -1)
+    for j in range(ranks.shape[1]):
+        again = (ranks[:, :j] == ranks[:, j : j + 1]).any(axis=1)
+        results["slot_ranks"][:, j] = np.where(again, -1, ranks[:, j])
+
+
+def _row_slots(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
+    experts, (places, entries) = np.asarray(o["experts"], np.int64), results["local"].shape
+    (tokens, k), own = experts.shape, p["num_experts"] // p["ranks"]
+    inside, _ = _inside(experts, p["num_experts"])
+    ranks = np.where(inside, experts // own, -1)
+    results["local"][...] = results["inverse"][...] = -1
+    sends, sent = _inside(o["sent"], experts.size)
+    for place in np.flatnonzero(sends):
+        token, rank = sent[place] // k, place // (places // p["ranks"])
+        (slots,) = np.nonzero(ranks[token] == rank)
+        slots = slots[:entries]
+        results["local"][place, : slots.size] = experts[token, slots] - rank * own
+        if o["weights"] is not None:
+            results["row_weights"][place, : slots.size] = np.asarray(o["weights"])[token, slots]
+    has, at = _inside(o["places"], places)
+    for j in range(k):
+        shares = ranks[:, : j + 1] == ranks[:, j : j + 1]
+        first, before = shares.argmax(axis=1), shares.sum(axis=1) - 1
+        kept = inside[:, j] & has[np.arange(tokens), first] & (before < entries)
+        results["inverse"][kept, j] = (at[np.arange(tokens), first] * entries + before)[kept]
+    results["dropped"][...] = (inside & (results["inverse"] < 0)).sum()
+
+
 def _pad_groups(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     results["source"][...], results["inverse"][...] = -1, -1
     begin = first = 0
@@ -454,6 +485,8 @@ _MEANING: dict[str, Callable[[Arrays, Mapping[str, Any], Arrays], None]] = {
     "drop_slots": _drop_slots,
     "sort_slots": _sort_slots,
     "send_order": _send_order,
+    "rank_slots": _rank_slots,
+    "row_slots": _row_slots,
     "pad_groups": _pad_groups,
     "gather_rows": _gather_rows,
     "combine_rows": _combine_rows,
@@ -470,7 +503,7 @@ CALLS = tuple(_MEANING)
 
 EXACT = (
     *("jitter", "count_experts", "drop_slots", "sort_slots", "pad_groups", "gather_rows", "combine_rows"),
-    *("send_order", "hash_experts", "bias_update", "split_parts", "sum_parts"),
+    *("send_order", "rank_slots", "row_slots", "hash_experts", "bias_update", "split_parts", "sum_parts"),
 )
 """Calls whose bits are guaranteed."""
 

@@ -241,7 +241,7 @@ def combine_grads(
 
 
 def of_slots(run: Runner, values: Array, inverse: Array, dtype: str) -> Array:
-    """[T, k] in `dtype`: the value [M] of each slot's row, 0 where it has none; the gradient of row weights."""
+    """[T, k] in `dtype`: the value [M] at each slot's place, 0 where it has none; the gradient of row weights."""
     call = routing_calls.gather_rows(run.spec(values), run.spec(inverse))
     return run.cast(run(call, call.arrange(rows=values, source=inverse))[0], dtype)
 

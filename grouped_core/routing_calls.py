@@ -178,6 +178,25 @@ def send_order(
 
 
 @lru_cache(maxsize=1024)
+def rank_slots(experts: ArraySpec, num_experts: int, ranks: int) -> Call:
+    """[T, k]: the rank of each slot's expert, where no slot of the token in front of it has that rank, else -1."""
+    return new_call("rank_slots", {"experts": experts}, params={"num_experts": num_experts, "ranks": ranks})
+
+
+@lru_cache(maxsize=1024)
+def row_slots(
+    experts: ArraySpec, sent: ArraySpec, num_experts: int, ranks: int, entries: int, *, weights: bool = False
+) -> Call:
+    """What places [P] of tokens that are sent to a rank once say there: `entries` local experts of each place [P, j],
+    the entry of each slot among all of them [T, k], the number of slots with an expert and without an entry [1], and
+    with `weights` the weight of each entry [P, j].
+    """
+    operands: dict[str, Given] = {"experts": experts, "sent": sent, "places": True, "weights": weights}
+    params: dict[str, Param] = {"num_experts": num_experts, "ranks": ranks}
+    return new_call("row_slots", operands, {"row_weights": weights}, params, lengths={"j": entries})
+
+
+@lru_cache(maxsize=1024)
 def pad_groups(group_sizes: ArraySpec, rows: int, align: int) -> Call:
     """Padded sizes [G], the row in each padded row [P], and the place of each row [M]."""
     padded = -(-(rows + group_sizes.shape[0] * (align - 1)) // align) * align

@@ -118,6 +118,18 @@ def merged(size: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     return half_ulp(size, dtype) + 2.0**-20 * (size + np.max(size, initial=0.0))
 
 
+def of_partial_sums(parts: NDArray[Any], dtype: str) -> NDArray[np.float64]:
+    """Of the sum of `parts` [k, ...] in float32, rounded to `dtype`, against the same sum made of partial sums that are
+    rounded to `dtype`.
+
+    With s the sum of magnitudes and u half a step relative to a value: partial sums are off by u s together, and either
+    sum by u s where it is rounded and by k 2^-24 s where it is added up. Where something is added to the result and is
+    counted among the parts, by u s each once more.
+    """
+    size = np.abs(np.asarray(parts).astype(np.float64)).sum(axis=0)
+    return (5 * 2.0 ** -(ml_dtypes.finfo(dtype).nmant + 1) + 2 * len(parts) * 2.0**-24) * size
+
+
 def of_two_roundings(count: int) -> float:
     """How much larger than another the norm of `count` errors of the same size may be, if both are random: one standard
     deviation of the ratio of two norms, each of which varies by 1 / sqrt(2 count) of itself.

@@ -273,6 +273,55 @@ struct SendOrder {
   }
 };
 
+// Of slots that may share a row: the rank of the slot's expert, of P ranks that own E / P consecutive experts each,
+// where no slot of the token in front of it has that rank, else -1; -1 too where a slot has no expert.
+struct RankSlots {
+  static constexpr const char* kName = "rank_slots";
+  TensorView experts, slot_ranks;
+  int64_t num_experts = 0;  // E
+  int64_t ranks = 1;        // P
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("experts", experts, "[T, k] int32");
+    v.output("slot_ranks", slot_ranks, "[T, k] int32");
+    v.param("num_experts", num_experts);
+    v.param("ranks", ranks);
+  }
+};
+
+// What a token that is sent to a rank once says there. Of the token whose slot stands in a place of rank d
+// (`send_order` of `rank_slots`): its experts on rank d, counted from the first one of the rank, in the order of slots,
+// and -1 behind them; at most j. A slot whose token has no place with its rank, or that is not among the first j there,
+// is dropped.
+struct RowSlots {
+  static constexpr const char* kName = "row_slots";
+  TensorView experts;      // of all ranks
+  TensorView sent;         // slot in each place, any outside of 0 ... T k - 1 for none
+  TensorView places;       // place of each slot that is the first one of its token on a rank
+  TensorView weights;      // present where row_weights are
+  TensorView local;        // experts of each place
+  TensorView inverse;      // entry of each slot among the P j of `local`, -1 where it has none
+  TensorView dropped;      // slots that have an expert and no entry
+  TensorView row_weights;  // weight of each entry, 0 where there is none
+  int64_t num_experts = 0;
+  int64_t ranks = 1;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("experts", experts, "[T, k] int32");
+    v.input("sent", sent, "[P] int32");
+    v.input("places", places, "[T, k] int32");
+    v.optional("weights", weights, "[T, k] float32");
+    v.output("local", local, "[P, j] int32");
+    v.output("inverse", inverse, "[T, k] int32");
+    v.output("dropped", dropped, "[1] int32");
+    v.optional_output("row_weights", row_weights, "[P, j] float32, with weights");
+    v.param("num_experts", num_experts);
+    v.param("ranks", ranks);
+  }
+};
+
 // Where rows lie once each group is padded to a multiple of `align` rows (an empty one stays empty): padded sizes, the
 // row that stands in each padded row, -1 for padding, and the place of each row, -1 for rows past the groups.
 struct PadGroups {
@@ -472,6 +521,8 @@ struct SumParts {
   X(DropSlots)                   \
   X(SortSlots)                   \
   X(SendOrder)                   \
+  X(RankSlots)                   \
+  X(RowSlots)                    \
   X(PadGroups)                   \
   X(GatherRows)                  \
   X(CombineRows)                 \

@@ -27,6 +27,8 @@ using Dims = std::initializer_list<int64_t>;
   X(RouterGrad)                     \
   X(DropSlots)                      \
   X(SendOrder)                      \
+  X(RankSlots)                      \
+  X(RowSlots)                       \
   X(PadGroups)                      \
   X(GatherRows)                     \
   X(HashExperts)                    \

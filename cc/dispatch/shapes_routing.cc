@@ -35,6 +35,14 @@ void repeats(Check* check, const char* name, const TensorView& whole, const Tens
   });
 }
 
+// Experts that ranks own in equal shares.
+void shared_out(Check* check, int64_t experts, int64_t ranks) {
+  check->require(experts <= kMostGroups && experts % ranks == 0, [&] {
+    return "num_experts: " + std::to_string(experts) + ", expected a multiple of " + std::to_string(ranks) +
+           " ranks, at most " + std::to_string(kMostGroups);
+  });
+}
+
 void range(Check* check, float low, float high) {
   check->require(low < high, [] { return "low, high: expected low < high"; });
 }
@@ -73,6 +81,17 @@ void own_rules(Check* check, const SendOrder& call) {
   check->require(experts % call.ranks == 0 && places % call.ranks == 0, [&] {
     return Check::named("sent", call.sent) + ", ranks " + std::to_string(call.ranks) +
            ": expected ranks that divide experts and places";
+  });
+}
+
+void own_rules(Check* check, const RankSlots& call) { shared_out(check, call.num_experts, call.ranks); }
+
+void own_rules(Check* check, const RowSlots& call) {
+  const int64_t places = call.local.dims[0], of_place = call.local.dims[1];
+  shared_out(check, call.num_experts, call.ranks);
+  check->require(places % call.ranks == 0 && of_place <= INT32_MAX / std::max<int64_t>(places, 1), [&] {
+    return Check::named("local", call.local) + ", expected a multiple of " + std::to_string(call.ranks) +
+           " places, and fewer than 2^31 entries";
   });
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from grouped_core.exchange import Exchange, exchange_option
 from grouped_core.mlp_spec import Mlp, MlpNames
 from grouped_core.recipes import Recipe, plain
 from grouped_core.reference import Oracle
-from tests import asserts, cases
+from tests import asserts, bounds, cases
 
 T, E, K, H, F = 12, 8, 3, 6, 4
 RUN = Oracle()
@@ -32,28 +34,68 @@ def choices(ranks: int, *, missing: float = 0.1, skewed: bool = False) -> list[N
     return found
 
 
-def option(ranks: int, factor: float | None = None) -> Exchange:
-    return exchange_option("test", ranks=ranks, experts=E, tokens=T, slots=K, budget_factor=factor)
+def option(ranks: int, factor: float | None = None, *, once: bool = False) -> Exchange:
+    return exchange_option("test", ranks=ranks, experts=E, tokens=T, slots=K, budget_factor=factor, once=once)
 
 
-@pytest.mark.rule("LYR-9", "LYR-10")
+@pytest.mark.rule("LYR-9", "LYR-10", "LYR-18")
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("factor", [None, 0.1, 0.7, 2.0])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_rows_arrive_where_the_definition_says(ranks: int, factor: float | None) -> None:
-    op, experts = option(ranks, factor), choices(ranks, skewed=True)
+def test_rows_arrive_where_the_definition_says(ranks: int, factor: float | None, once: bool) -> None:
+    op, experts = option(ranks, factor, once=once), choices(ranks, skewed=True)
+    dropped = check_rows(op, experts)
+    # A token that goes to its only rank once is one of T rows, and the smallest budget is 8 of these 12.
+    assert any(dropped) == (factor in (0.1, 0.7) and (ranks, factor, once) != (1, 0.7, True))
+
+
+@pytest.mark.rule("LYR-18")
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_experts_that_a_token_has_twice(ranks: int, once: bool) -> None:
+    """They share a row, as others of a rank do, up to the experts of a rank; the second of its only one is dropped."""
+    experts = [np.where(np.arange(T)[:, None] % 2 == 0, each[:, :1], each) for each in choices(ranks)]
+    dropped = check_rows(option(ranks, once=once), experts)
+    assert any(dropped) == (once and ranks > 2)
+
+
+@pytest.mark.rule("LYR-18", "LYR-11")
+@pytest.mark.parametrize("once", [False, True])
+def test_ranks_that_nothing_goes_to_or_comes_from(once: bool) -> None:
+    experts = [np.full((T, K), -1, np.int32) for _ in range(4)]
+    experts[1][:, 0], experts[1][:, 2] = 2, 3
+    assert check_rows(option(4, once=once), experts) == [0] * 4
+
+
+def check_rows(op: Exchange, experts: list[NDArray[np.int32]]) -> list[int]:
+    """Compares what ranks send with the definition, row by row and slot by slot. Returns what they drop."""
     expected, dropped = reference_exchange.exchange(op, experts)
-    sent = [exchange.send_order(RUN, op, chosen, np.abs(cases.normal((T, K), "float32", "w"))) for chosen in experts]
+    weights = [np.abs(cases.normal((T, K), "float32", "w", rank)) for rank in range(op.ranks)]
+    sent = [exchange.send_order(RUN, op, *each) for each in zip(experts, weights, strict=True)]
     assert [int(each.dropped[0]) for each in sent] == dropped
-    assert any(dropped) == (factor in (0.1, 0.7))
-    slots, ids = ([getattr(each, name) for each in sent] for name in ("source", "experts"))
-    arrived = zip(reference_exchange.all_to_all(slots), reference_exchange.all_to_all(ids), strict=True)
-    for rank, (of_slots, of_ids) in enumerate(arrived):
-        np.testing.assert_array_equal(of_slots, expected[rank].slots)
-        np.testing.assert_array_equal(of_ids, expected[rank].experts)
-    for each in sent:
+    several = (op.rows, op.slots_of_row)
+    arrays = [
+        [each.source for each in sent],
+        [each.experts.reshape(several) for each in sent],
+        [each.probs.reshape(several) for each in sent],
+    ]
+    arrived = zip(*(reference_exchange.all_to_all(each) for each in arrays), strict=True)
+    for want, (of_slots, of_ids, of_probs) in zip(expected, arrived, strict=True):
+        np.testing.assert_array_equal(of_slots, want.slots[:, 0])
+        np.testing.assert_array_equal(of_ids, want.experts)
+        whole = np.stack(weights).reshape(op.ranks, -1)
+        probs = np.where(want.slots >= 0, whole[want.ranks[:, None], want.slots], 0)
+        asserts.bitwise(of_probs, probs.astype(np.float32), "weights of rows")
+    kept = reference_exchange.travelled(op, expected)
+    for rank, each in enumerate(sent):
         rows = each.inverse.reshape(-1)
         np.testing.assert_array_equal(each.source[rows[rows >= 0]], np.flatnonzero(rows >= 0))
-        assert each.sizes.sum() == (each.source >= 0).sum()
+        assert each.sizes.sum() == (each.source >= 0).sum() == (rows >= 0).sum()
+        entries = each.inverse if each.entries is None else each.entries
+        np.testing.assert_array_equal(entries >= 0, kept[rank])
+        found = routing.of_slots(RUN, each.probs.reshape(-1), entries, "float32")
+        asserts.bitwise(found, np.where(kept[rank], weights[rank], np.float32(0)), "weights that come back")
+    return dropped
 
 
 def forward(op: Mlp, x: Any, experts: Any, weights: Any, wi: Any, wo: Any) -> Any:
@@ -61,29 +103,38 @@ def forward(op: Mlp, x: Any, experts: Any, weights: Any, wi: Any, wo: Any) -> An
     return routed.forward(RUN, op, x, experts, weights, wi, wo, tokens).y
 
 
-@pytest.mark.rule("LYR-9")
+@pytest.mark.rule("LYR-9", "LYR-18")
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_layer_has_the_bits_of_one_rank(ranks: int, dtype: str) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_layer_has_the_bits_of_one_rank(ranks: int, dtype: str, once: bool) -> None:
+    """Once per rank where no token has two experts on one; otherwise within roundings of the sums of ranks."""
     recipe: Recipe = plain(dtype, dtype)
     op = Mlp(MlpNames(), Activation("swiglu"), recipe=recipe)
     experts = choices(ranks)
     x = [cases.normal((T, H), dtype, "x", rank) for rank in range(ranks)]
     weights = [np.abs(cases.normal((T, K), "float32", "w", rank)) for rank in range(ranks)]
     wi, wo = cases.normal((E, H, 2 * F), dtype, "wi"), cases.normal((E, F, H), dtype, "wo")
-    whole = forward(op, np.concatenate(x), np.concatenate(experts), np.concatenate(weights), wi, wo)
-    facts = option(ranks)
+    tokens, chosen, probs = (np.concatenate(each) for each in (x, experts, weights))
+    whole = forward(op, tokens, chosen, probs, wi, wo)
+    facts = option(ranks, once=once)
+    several = (facts.rows, facts.slots_of_row)
     sent = [exchange.send_order(RUN, facts, *each) for each in zip(experts, weights, strict=True)]
     rows = [routing.gather(RUN, tokens, each.source, K) for tokens, each in zip(x, sent, strict=True)]
-    ids, probs = ([getattr(each, name) for each in sent] for name in ("experts", "probs"))
-    arrived = [reference_exchange.all_to_all(each) for each in (rows, ids, probs)]
+    ids, of_rows = ([getattr(each, name).reshape(several) for each in sent] for name in ("experts", "probs"))
+    arrived = [reference_exchange.all_to_all(each) for each in (rows, ids, of_rows)]
     results = []
-    for rank, (tokens, chosen, weight) in enumerate(zip(*arrived, strict=True)):
+    for rank, each in enumerate(zip(*arrived, strict=True)):
         own = slice(rank * facts.own, (rank + 1) * facts.own)
-        results.append(forward(op, tokens, chosen[:, None], weight[:, None], wi[own], wo[own]))
+        results.append(forward(op, *each, wi[own], wo[own]))
     back = reference_exchange.all_to_all(results)
     found = [routing.combine(RUN, y, each.inverse, dtype) for y, each in zip(back, sent, strict=True)]
-    asserts.bitwise(np.concatenate(found), whole)
+    if not once or ranks in (1, E):
+        asserts.bitwise(np.concatenate(found), whole)
+        return
+    parts = [forward(op, tokens, chosen[:, j : j + 1], probs[:, j : j + 1], wi, wo) for j in range(K)]
+    error = bounds.of_partial_sums(np.stack(parts), dtype)
+    asserts.within(np.concatenate(found), bounds.Bounded(whole.astype(np.float64), error, dtype), "y")
 
 
 @pytest.mark.rule("LYR-10")
@@ -96,6 +147,26 @@ def test_budgets() -> None:
     assert option(2, 0.01).budget == 8
     assert option(4, 100.0).budget == T * 2
     none = exchange_option("test", ranks=4, experts=E, tokens=0, slots=K)
+    assert (none.budget, none.rows) == (1, 4)
+
+
+@pytest.mark.rule("LYR-10", "LYR-18")
+def test_budgets_of_tokens() -> None:
+    """At most T rows once per rank; the mean is that of uniform choices of different experts."""
+    for ranks, slots in ((1, K), (2, K), (4, 2), (8, 1)):
+        assert (option(ranks, once=True).budget, option(ranks, once=True).slots_of_row) == (T, slots)
+    assert option(4, 100.0, once=True).budget == T
+    assert option(4, 0.01, once=True).budget == 8
+    large = {"ranks": 4, "experts": E, "tokens": 1000, "slots": K}
+    every = list(itertools.combinations(range(E), K))
+    reached = sum(any(each < E // 4 for each in chosen) for chosen in every) / len(every)
+    assert exchange_option("test", **large, budget_factor=1.0, once=True).budget == math.ceil(1000 * reached / 8) * 8
+    assert exchange_option("test", **large, budget_factor=1.2, once=True).budget == math.ceil(1200 * reached / 8) * 8
+    # As many slots as other ranks have experts, or more: a token then reaches every rank.
+    for slots in (E - 1, E, E + 1):
+        facts = exchange_option("test", **large | {"slots": slots}, budget_factor=1.0, once=True)
+        assert (facts.budget, facts.slots_of_row) == (1000, 2)
+    none = exchange_option("test", ranks=4, experts=E, tokens=0, slots=K, once=True)
     assert (none.budget, none.rows) == (1, 4)
 
 

@@ -196,6 +196,10 @@ def routed(experts: int, tokens: int, width: int, bins: int) -> Iterator[Call]:
     counts, rows_of = ArraySpec((experts,), "int32"), ArraySpec((tokens * k,), "int32")
     yield routing.send_order(counts, rows_of, chosen, 1, tokens)
     yield routing.send_order(counts, rows_of, chosen, experts, 4, weights=True)
+    sent = ArraySpec((experts * 4,), "int32")
+    yield routing.rank_slots(chosen, experts, 1)
+    yield routing.row_slots(chosen, sent, experts, 1, k)
+    yield routing.row_slots(chosen, sent, experts, experts, 1, weights=True)
     for dtype in ("bfloat16", "float32", "uint8"):
         rows, source = ArraySpec((tokens, width), dtype), ArraySpec((tokens * k,), "int32")
         yield routing.gather_rows(rows, source, k)

@@ -405,6 +405,69 @@ def test_bad_orders_stay_in_bounds(kernel):
     run(kernel, call, group_sizes=sizes, source=source, inverse=inverse, weights=draw(3, 2))
 
 
+@pytest.mark.rule("LYR-18")
+@pytest.mark.matrix(
+    kernel=kernels("rank_slots"),
+    shape=((0, 4, 2, 2), (1, 1, 1, 1), (7, 6, 5, 3), (200, 128, 8, 8), (33, 256, 6, 256), (3000, 16, 4, 4)),
+    missing=(0.0, 0.4),
+)
+def test_ranks_of_slots(kernel, shape, missing):
+    tokens, experts, k, ranks = shape
+    chosen = slots(tokens, k, experts, "ranks", missing)
+    (found,) = run(kernel, routing.rank_slots(spec_of(chosen), experts, ranks), experts=chosen)
+    for mine, theirs in zip(found, chosen, strict=True):
+        inside = theirs[(theirs >= 0) & (theirs < experts)]
+        assert sorted(mine[mine >= 0]) == sorted(set(inside // (experts // ranks))), "each rank of a token once"
+
+
+@pytest.mark.rule("LYR-18")
+@pytest.mark.matrix(
+    kernel=kernels("row_slots"),
+    shape=((0, 4, 2, 2), (1, 1, 1, 1), (7, 6, 5, 3), (200, 128, 8, 8), (33, 256, 6, 256), (3000, 16, 4, 4)),
+    budget=(0, 1, 24, 2000),
+    missing=(0.0, 0.4),
+    entries=("all", "one"),
+    twice=(False, True),
+    weighted=(False, True),
+)
+def test_what_rows_of_several_slots_say(kernel, shape, budget, missing, entries, twice, weighted):
+    tokens, experts, k, ranks = shape
+    own = experts // ranks
+    chosen = slots(tokens, k, experts, "rows", missing)
+    if twice:
+        chosen[::2, k // 2 :] = chosen[::2, :1]
+    (firsts,) = Native(kernels("rank_slots")[0])(routing.rank_slots(spec_of(chosen), experts, ranks), [chosen])
+    order = routing.sort_slots(spec_of(firsts), ranks, tokens * k, 1)
+    sizes, source, inverse, *_ = Native(kernels("sort_slots")[0])(order, [firsts, None])
+    cut = routing.send_order(spec_of(sizes), spec_of(source), spec_of(inverse), ranks, budget)
+    _, sent, _, places, *_ = Native(kernels("send_order")[0])(cut, [sizes, source, inverse, None])
+    each = min(k, own) if entries == "all" else 1
+    call = routing.row_slots(spec_of(chosen), spec_of(sent), experts, ranks, each, weights=weighted)
+    given = {"experts": chosen, "sent": sent, "places": places}
+    given |= {"weights": draw(tokens, k, seed="weights")} if weighted else {}
+    local, at, dropped, of_rows = run(kernel, call, **given)
+    placed = at.reshape(-1) >= 0
+    entry = at.reshape(-1)[placed]
+    assert len(set(entry)) == len(entry) == (local >= 0).sum()
+    rank = entry // each // max(budget, 1)
+    asserts.bitwise(local.reshape(-1)[entry], (chosen.reshape(-1)[placed] - rank * own).astype(np.int32))
+    asserts.bitwise(sent[entry // each] // k, (np.flatnonzero(placed) // k).astype(np.int32), "the token of the row")
+    assert dropped[0] + placed.sum() == ((chosen >= 0) & (chosen < experts)).sum()
+    if weighted:
+        asserts.bitwise(of_rows.reshape(-1)[entry], given["weights"].reshape(-1)[placed])
+
+
+@pytest.mark.rule("GRP-4")
+@pytest.mark.parametrize("kernel", kernels("row_slots"))
+def test_rows_of_bad_orders_stay_in_bounds(kernel):
+    """Maps that lead outside, and to places of other tokens and ranks."""
+    chosen = np.array([[0, 3], [2**31 - 1, -(2**31)], [1, 0]], np.int32)
+    sent = np.array([5, -7, 2**31 - 1, 0, 3, 3, -(2**31), 6], np.int32)
+    places = np.array([[9, -2], [8, 4], [2**31 - 1, -(2**31)]], np.int32)
+    call = routing.row_slots(spec_of(chosen), spec_of(sent), 4, 2, 2, weights=True)
+    run(kernel, call, experts=chosen, sent=sent, places=places, weights=draw(3, 2))
+
+
 @pytest.mark.rule("LYR-8")
 @pytest.mark.matrix(
     kernel=kernels("drop_slots"),

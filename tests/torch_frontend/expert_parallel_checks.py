@@ -486,16 +486,12 @@ def what_a_budget_drops_is_what_the_oracle_drops(mesh: DeviceMesh) -> None:
     every = experts_of(ranks * tokens, K, E)
     op = exchange.exchange_option("moe", ranks=ranks, experts=E, tokens=tokens, slots=K, budget_factor=factor)
     received, dropped = reference_exchange.exchange(op, every.reshape(ranks, tokens, K))
-    kept = np.full(every.shape, -1).reshape(ranks, -1)
-    for each in received:
-        there = each.ranks >= 0
-        rank, slot = each.ranks[there], each.slots[there]
-        kept[rank, slot] = every.reshape(ranks, -1)[rank, slot]
+    kept = np.where(reference_exchange.travelled(op, received).reshape(every.shape), every, -1)
     assert sum(dropped) > 0
     router, wi, wo = weights_of(mesh, torch.float32)
     x = drawn(mesh, ranks * tokens, H, seed="x")
     weights, _, _ = route.topk_router(router_logits(x, router), K, experts=torch.from_numpy(every).to(x.device))
-    expected = routed_mlp(x, torch.from_numpy(kept.reshape(every.shape)).to(x.device), weights, wi, wo)
+    expected = routed_mlp(x, torch.from_numpy(kept).to(x.device), weights, wi, wo)
     y, aux = parallel.moe(
         *(own_part(x, mesh), router, own_part(wi, mesh), own_part(wo, mesh), K),
         process_group=group,
