@@ -3,7 +3,7 @@
 Inside `jax.shard_map`. Which row goes where is a rule of `grouped_core.exchange`; a transport moves them.
 
 Letters: P ranks, T tokens of a rank, k experts per token, E experts, L = E / P experts of a rank, B rows of the budget,
-H columns.
+j experts of a row at most, H columns.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Way:
 
     Attributes:
         source: int32 [P B], slot of each row. inverse: int32 [T, k], row of each slot. Both of the rows sent.
-        sends, recvs: int32 [P, L], rows sent and received per rank and local expert; None where parts are static.
+        sends, recvs: int32 [P, L], rows sent and received per rank and local expert, or [P, 1] per rank; None where
+            parts are static.
         dropped: int32 scalar, slots of this rank without a row.
     """
 
@@ -68,8 +69,8 @@ class Way:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arrived:
-    """What a rank received: rows [P B, H], and as of tokens with one slot their local experts, int32 [P B, 1], -1 where
-    there is no row, and their weights, float32 [P B, 1].
+    """What a rank received: rows [P B, H], and as of tokens with j slots their local experts, int32 [P B, j], -1 where
+    there is none, and their weights, float32 [P B, j].
     """
 
     rows: Any
@@ -86,28 +87,32 @@ def there(
     axis: Axis,
     transport: str,
     factor: float | None,
+    once: bool = False,
     codes: Format | None = None,
 ) -> tuple[Arrived, Way]:
     """Sends each token of x [T, H] to the ranks of its experts [T, k], of `count`, with its weights [T, k].
 
     Args:
+        once: whether a token is sent to a rank once, for all its experts there.
         codes: a format with scales per row that tokens are quantised in before they are sent; rows are then a
             `StraightThrough`. Its master is never read, so XLA does not send it; its gradient travels back.
     """
     (tokens, slots), ranks = experts.shape, size_of(axis)
-    op = exchange_option(function, ranks=ranks, experts=count, tokens=tokens, slots=slots, budget_factor=factor)
+    sizes = {"ranks": ranks, "experts": count, "tokens": tokens, "slots": slots}
+    op = exchange_option(function, **sizes, budget_factor=factor, once=once)
     rows, sent = differentiable(_rows.permute, op, x, weights, experts)
     sends = recvs = None
     if transport == "ragged_all_to_all":
         sends = sent.sizes.reshape(ranks, -1)
         recvs = _static(sends, axis)
     way = Way(sent.source, sent.inverse, sends, recvs, sent.dropped[0], op, axis, transport)
-    facts: Any = _beside(axis, *(vary_over(each, axis) for each in (sent.experts, sent.probs)))
+    several = (vary_over(each.reshape(op.rows, op.slots_of_row), axis) for each in (sent.experts, sent.probs))
+    facts: Any = _beside(axis, *several)
     ids, probs = facts
     moved = _move(rows, way, sends, recvs)
     if codes is not None:
         moved = StraightThrough(moved, _codes_there(jax.lax.stop_gradient(x), codes, way))
-    return Arrived(moved, ids[:, None], probs[:, None]), way
+    return Arrived(moved, ids, probs), way
 
 
 def _codes_there(x: Any, fmt: Format, way: Way) -> QTensor[Any]:
@@ -140,10 +145,10 @@ def _move(rows: Any, way: Way, sends: Any, recvs: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _beside(axis: Axis, experts: Any, probs: Any) -> tuple[Any, Any]:
-    """Local experts and weights [P B] of the rows that arrive, in one exchange of both."""
-    words = jnp.stack([experts, jax.lax.bitcast_convert_type(probs, jnp.int32)], axis=1)
-    moved = _static(words, axis)
-    return moved[:, 0], jax.lax.bitcast_convert_type(moved[:, 1], jnp.float32)
+    """Local experts and weights [P B, j] of the rows that arrive, in one exchange of both."""
+    words = jnp.concatenate([experts, jax.lax.bitcast_convert_type(probs, jnp.int32)], axis=1)
+    ids, weights = jnp.split(_static(words, axis), 2, axis=1)
+    return ids, jax.lax.bitcast_convert_type(weights, jnp.float32)
 
 
 def _beside_fwd(axis: Axis, experts: Any, probs: Any) -> tuple[Any, None]:

@@ -53,7 +53,7 @@ LORA = ("lora_rank", "lora_alpha", "lora_dropout")
 """Options of the adapters of a layer."""
 
 PARALLEL: Mapping[str, Any] = MappingProxyType(
-    {"transport": TRANSPORTS[0], "budget_factor": None, "send": None, "fsdp": False}
+    {"transport": TRANSPORTS[0], "budget_factor": None, "once_per_rank": False, "send": None, "fsdp": False}
 )
 """How a MoE layer is spread over the axes `mesh_axes`, and the defaults; see `parallel.moe`."""
 

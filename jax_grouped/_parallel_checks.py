@@ -112,6 +112,10 @@ def _check_adapters(plan: Plan, arrays: Mapping[str, Any]) -> None:
 def _check_ring(plan: Plan, arrays: Mapping[str, Any], recipe: Any) -> None:
     if plan.budget_factor is not None:
         raise _wrong("budget_factor", f"{plan.budget_factor} with transport 'ring'", "None", "a ring has no budget")
+    if plan.once_per_rank:
+        raise _wrong(
+            "once_per_rank", "True with transport 'ring'", "False", "a ring takes every token to every rank once"
+        )
     if plan.send == "codes":
         raise _wrong("send", "'codes' with transport 'ring'", "None", "in a ring tokens travel as they are")
     words = "because weights are used once for each rank of the ring; use another transport"

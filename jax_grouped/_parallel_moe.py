@@ -41,6 +41,7 @@ class Plan:
     axes: MeshAxes
     transport: str
     budget_factor: float | None
+    once_per_rank: bool
     send: str | None
     fsdp: bool
     k: int
@@ -132,7 +133,7 @@ def _experts(
         y = in_a_ring(mlp, x, experts, weights, own, axis)
         return y if wide else y.astype(x.dtype), none
     codes = format_sent(FUNCTION, plan.send, options["recipe"], adapted="lora" in options)
-    how = (plan.transport, plan.budget_factor, codes)
+    how = (plan.transport, plan.budget_factor, plan.once_per_rank, codes)
     found, way = there(FUNCTION, x, experts, weights, plan.count, axis, *how)
     results = routed_mlp(found.rows, found.experts, found.probs, wi, wo, **options)
     return back(results, way, wide), way.dropped

@@ -46,7 +46,7 @@ def _permute_value(options: Places | Exchange, x: Any, probs: Any, experts: Any)
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rows", "weights", "source", "inverse"],
+    data_fields=["rows", "weights", "source", "inverse", "entries"],
     meta_fields=["dtypes", "needs", "varying"],
 )
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Moved:
     """What moving rows saves for its backward.
 
     Attributes:
-        rows, weights: operands, where a gradient reads them. source, inverse: maps, likewise.
+        rows, weights: operands, where a gradient reads them. source, inverse, entries: maps, likewise.
         dtypes, needs, varying: of the two operands that may have a gradient; a dtype is "" where one is absent.
     """
 
@@ -62,6 +62,7 @@ class _Moved:
     weights: Any
     source: Any
     inverse: Any
+    entries: Any
     dtypes: tuple[str, str]
     needs: tuple[bool, bool]
     varying: tuple[frozenset[str], frozenset[str]]
@@ -74,11 +75,12 @@ def _moved(
     inverse: Any,
     rows: Any = None,
     weights: Any = None,
+    entries: Any = None,
 ) -> _Moved:
     first, second = operands
     dtypes = (spec_of(first).dtype, "" if second is None else spec_of(second).dtype)
     axes = (varying_axes(first), frozenset[str]() if second is None else varying_axes(second))
-    return _Moved(rows, weights, source, inverse, dtypes, needs, axes)
+    return _Moved(rows, weights, source, inverse, entries, dtypes, needs, axes)
 
 
 def _asked(primal: Any) -> bool:
@@ -88,7 +90,9 @@ def _asked(primal: Any) -> bool:
 def _permute_fwd(options: Places | Exchange, *primals: Any) -> tuple[Any, _Moved]:
     x, probs, experts = custom_vjp_primal_tree_values(primals)
     rows, found = _permute_value(options, x, probs, experts)
-    return (rows, found), _moved((x, probs), (_asked(primals[0]), _asked(primals[1])), None, found.inverse)
+    needs = (_asked(primals[0]), _asked(primals[1]))
+    entries = found.entries if isinstance(found, Sent) else None
+    return (rows, found), _moved((x, probs), needs, None, found.inverse, entries=entries)
 
 
 def _permute_bwd(options: Places | Exchange, saved: _Moved, cotangents: tuple[Any, Order]) -> tuple[Any, Any, None]:
@@ -97,7 +101,8 @@ def _permute_bwd(options: Places | Exchange, saved: _Moved, cotangents: tuple[An
     if saved.needs[0] and d_rows is not None:
         dx = reduce_to(rules.combine(RUN, d_rows, saved.inverse, saved.dtypes[0]), saved.varying[0])
     if saved.needs[1] and d_probs is not None:
-        dp = reduce_to(rules.of_slots(RUN, d_probs, saved.inverse, saved.dtypes[1]), saved.varying[1])
+        places = saved.inverse if saved.entries is None else saved.entries
+        dp = reduce_to(rules.of_slots(RUN, d_probs.reshape(-1), places, saved.dtypes[1]), saved.varying[1])
     return dx, dp, None
 
 

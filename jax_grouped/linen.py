@@ -387,8 +387,8 @@ class MoE(nn.Module):
         shared_dim: F of an expert that every token goes to; None: there is none. shared_gate: whether its result is
             weighted by the sigmoid of a gate.
         deterministic: without jitter, and without dropout of the adapters.
-        mesh_axes, transport, budget_factor, send, fsdp: as in `jax_grouped.parallel.moe`, where the layer is spread
-            over the axes of a mesh, a `parallel.MeshAxes`; None: it is not.
+        mesh_axes, transport, budget_factor, once_per_rank, send, fsdp: as in `jax_grouped.parallel.moe`, where the
+            layer is spread over the axes of a mesh, a `parallel.MeshAxes`; None: it is not.
         router_init: initialiser of the kernels of router and gate. router_metadata: as in `GroupedMLP`.
         The others: as in `GroupedMLP`; those of the experts serve the shared one too, which has no biases.
     """
@@ -418,6 +418,7 @@ class MoE(nn.Module):
     mesh_axes: MeshAxes | None = None
     transport: str = "all_to_all"
     budget_factor: float | None = None
+    once_per_rank: bool = False
     send: str | None = None
     fsdp: bool = False
     router_init: Initializer = default_router_init

@@ -341,8 +341,8 @@ class MoE(_Experts):
         shared_dim: F of an expert that every token goes to; None: there is none. shared_gate: whether its result is
             weighted by the sigmoid of a gate.
         deterministic: without jitter, and without dropout of the adapters, as after `layer.eval()`.
-        mesh_axes, transport, budget_factor, send, fsdp: as in `jax_grouped.parallel.moe`, where the layer is spread
-            over the axes of a mesh, a `parallel.MeshAxes`; None: it is not.
+        mesh_axes, transport, budget_factor, once_per_rank, send, fsdp: as in `jax_grouped.parallel.moe`, where the
+            layer is spread over the axes of a mesh, a `parallel.MeshAxes`; None: it is not.
         router_init: initialiser of the kernels of router and gate. router_metadata: for their `nnx.Param`s.
         options: keywords of `GroupedMLP`; those of the experts serve the shared one too, which has no biases.
     """
@@ -379,6 +379,7 @@ class MoE(_Experts):
         mesh_axes: MeshAxes | None = None,
         transport: str = "all_to_all",
         budget_factor: float | None = None,
+        once_per_rank: bool = False,
         send: str | None = None,
         fsdp: bool = False,
         param_dtype: Any = jnp.float32,
@@ -395,7 +396,7 @@ class MoE(_Experts):
         self.aux_coeff, self.z_coeff, self.axis_name = aux_coeff, z_coeff, axis_name
         self.shared_dim, self.shared_gate = shared_dim, shared_gate
         self.mesh_axes, self.transport, self.budget_factor = mesh_axes, transport, budget_factor
-        self.send, self.fsdp = send, fsdp
+        self.once_per_rank, self.send, self.fsdp = once_per_rank, send, fsdp
         _layer_options.check_moe(self)
         options = {"param_dtype": param_dtype, "deterministic": deterministic, **options}
         adapters = {name: options.pop(name) for name in _LORA_OPTIONS if name in options}

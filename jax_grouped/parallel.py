@@ -4,7 +4,8 @@
 not depend on how the layer is spread (docs/contracts.md, LYR-9): docs/parallel.md.
 
 Letters: P ranks of the expert axis, T tokens, E experts, L = E / P experts of a rank, k experts per token, B rows that
-one rank sends to one rank at most, H hidden size, F expert width, W columns of the hidden rows.
+one rank sends to one rank at most, j experts of a row at most, H hidden size, F expert width, W columns of the hidden
+rows.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def moe(
     axes: MeshAxes,
     transport: str = "all_to_all",
     budget_factor: float | None = None,
+    once_per_rank: bool = False,
     send: str | None = None,
     mesh: Any = None,
     check_vma: bool = True,
@@ -80,6 +82,10 @@ def moe(
             with sums of float32, within bounds.
         budget_factor: a rank sends a rank at most this many times the mean T k / P rows, T of a rank; rows beyond are
             dropped and counted in `MoEAux`. None: as many as there can be.
+        once_per_rank: a token is sent to a rank once, with all its experts there, instead of once for each; the sum of
+            their results, rounded to the dtype of x, comes back. The mean is then that of different ranks per token:
+            T (1 - C(E - L, k) / C(E, k)) rows. y and the gradient of x differ from those of one device by these
+            roundings; no other gradient does. Not with a ring.
         send: what travels to the experts. "tokens": rows of x, quantised where they arrive. "codes": rows quantised
             where they are sent, half the bytes or less, for recipes whose scales are those of single rows (FP8Block,
             MXFP8); y, dx and the gradient of wo have the same bits, the gradient of wi reads the dequantised codes.
@@ -138,6 +144,7 @@ def moe(
         axes=axes,
         transport=name,
         budget_factor=budget_factor,
+        once_per_rank=bool(once_per_rank),
         send=send,
         fsdp=bool(fsdp),
         k=k,
@@ -176,7 +183,7 @@ class Handle:
     """What `dispatch` did, for `combine`: a pytree, so it may be saved, rematerialised, and carried by a scan.
 
     Attributes:
-        probs: the router's weight of each row, fp32 [P B], 0 where there is no row; differentiable.
+        probs: the router's weight of each row, fp32 [M], 0 where there is no row; differentiable.
         dropped: slots of all ranks without a row, int32 scalar. overflow: whether there are any, bool scalar.
         permutation, way: where rows stand, and how they came.
     """
@@ -197,6 +204,7 @@ def dispatch(
     axis_name: str | tuple[str, ...],
     transport: str = "all_to_all",
     budget_factor: float | None = None,
+    once_per_rank: bool = False,
 ) -> tuple[Float[Array, "M H"], Int[Array, " L"], Handle]:
     """Sends each token to the ranks of its experts, inside `jax.shard_map`; rank r has experts r L to (r + 1) L - 1.
 
@@ -204,11 +212,11 @@ def dispatch(
         x: [T, H], the tokens of this rank; differentiable. experts: [T, k], of E; others than 0 to E - 1 are none.
         weights: [T, k], the router's; they travel as fp32 and come out as `handle.probs`; differentiable.
         num_experts: E. axis_name: the expert axis.
-        transport: "all_to_all" or "ragged_all_to_all". budget_factor: as in `moe`.
+        transport: "all_to_all" or "ragged_all_to_all". budget_factor, once_per_rank: as in `moe`.
 
     Returns:
-        rows [M, H] of the experts of this rank, M = P B, sorted by expert, then source rank, token and slot, with
-        zeros behind the last one; their sizes, int32 [L]; and `Handle`.
+        rows [M, H] of the experts of this rank, sorted by expert, then source rank, token and slot, with zeros behind
+        the last one, M = P B, or with `once_per_rank` P B j, j = min(k, L); their sizes, int32 [L]; and `Handle`.
 
     Raises:
         ValueError, TypeError: a shape, dtype or option does not fit.
@@ -221,7 +229,8 @@ def dispatch(
     exchange.check_dispatch(function, *(spec_of(each) for each in (x, experts, weights)))
     if name == "ragged_all_to_all":
         _ragged.warn_about_flags(jax.default_backend())
-    found, way = there(function, x, to_int32(experts), weights, num_experts, axis_name, name, budget_factor)
+    how = (num_experts, axis_name, name, budget_factor, bool(once_per_rank))
+    found, way = there(function, x, to_int32(experts), weights, *how)
     rows, sizes, permutation = route.permute(found.rows, found.experts, way.option.own, probs=found.probs)
     lost, probs = _mesh.sum_over(way.dropped, axis_name), permutation.probs
     assert probs is not None, "weights were given"
@@ -244,5 +253,5 @@ def combine(y: Float[Array, "M H"], handle: Handle) -> Float[Array, "T H"]:
     """
     y = as_array("y", y, "[M, H]")
     linear_spec.check_made_by("parallel.combine", "handle", handle, Handle, "dispatch")
-    exchange.check_combine("parallel.combine", spec_of(y), handle.way.option.rows)
+    exchange.check_combine("parallel.combine", spec_of(y), handle.permutation.source.shape[0])
     return back(route.unpermute(y, handle.permutation), handle.way)

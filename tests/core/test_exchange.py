@@ -124,9 +124,9 @@ def test_a_layer_has_the_bits_of_one_rank(ranks: int, dtype: str, once: bool) ->
     ids, of_rows = ([getattr(each, name).reshape(several) for each in sent] for name in ("experts", "probs"))
     arrived = [reference_exchange.all_to_all(each) for each in (rows, ids, of_rows)]
     results = []
-    for rank, each in enumerate(zip(*arrived, strict=True)):
+    for rank, (came, local, weight) in enumerate(zip(*arrived, strict=True)):
         own = slice(rank * facts.own, (rank + 1) * facts.own)
-        results.append(forward(op, *each, wi[own], wo[own]))
+        results.append(forward(op, came, local, weight, wi[own], wo[own]))
     back = reference_exchange.all_to_all(results)
     found = [routing.combine(RUN, y, each.inverse, dtype) for y, each in zip(back, sent, strict=True)]
     if not once or ranks in (1, E):
