@@ -2,7 +2,7 @@
 
 Which row goes where is a rule of `grouped_core.exchange`. An exchange begins and finishes, forward as backward, so that
 others' work runs between. Letters: P ranks, T tokens of a rank, k experts per token, E experts, B rows of the budget,
-H columns.
+j experts of a row at most, H columns.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class SendFacts(NamedTuple):
     tokens: int
     slots: int
     budget: int
+    once: bool
     codes: Format | None = None
 
 
@@ -46,7 +47,7 @@ class SendOperands(NamedTuple):
 
 def _send_rule(run: Any, static: SendFacts, o: SendOperands) -> tuple[Any, ...]:
     sent = exchange.send_order(run, Exchange(*static[:-1]), o.experts, o.probs)
-    facts = (sent.source, sent.experts, sent.inverse, sent.dropped, sent.probs)
+    facts = (sent.source, sent.experts, sent.inverse, sent.dropped, sent.probs, sent.entries)
     if static.codes is None:
         return (*facts, routing.gather(run, o.x, sent.source, static.slots, inverse=sent.inverse), None)
     codes = routed.codes_of(run, o.x, static.codes, o.count)
@@ -62,7 +63,8 @@ class Sent(NamedTuple):
 
     Attributes:
         rows: [P B, H]; where codes travel it has no memory of its own and only carries the gradient.
-        source, experts: int32 [P B]. inverse: int32 [T, k]. dropped: int32 [1]. probs: fp32 [P B].
+        source: int32 [P B]. experts: int32 [P B, j]. inverse: int32 [T, k]. dropped: int32 [1]. probs: fp32 [P B, j].
+        entries: int32 [T, k], or None.
         values, scales: of the codes of the rows, or None.
     """
 
@@ -72,6 +74,7 @@ class Sent(NamedTuple):
     inverse: Tensor
     dropped: Tensor
     probs: Tensor
+    entries: Tensor | None
     values: Tensor | None
     scales: Tensor | None
 
@@ -82,7 +85,7 @@ def send(op: Exchange, x: Tensor, experts: Tensor, probs: Tensor, codes: Format 
     Args:
         codes: a format with scales per row, in which tokens are quantised before they are sent.
     """
-    facts = (op.ranks, op.experts, op.tokens, op.slots, op.budget)
+    facts = (op.ranks, op.experts, op.tokens, op.slots, op.budget, op.once)
     if is_compiling():
         return Sent(*_send_node(facts, _codec.to_tuples(codes), x, experts, probs))
     return Sent(*_send(SendFacts(*facts, codes), x, experts, probs))
@@ -90,7 +93,7 @@ def send(op: Exchange, x: Tensor, experts: Tensor, probs: Tensor, codes: Format 
 
 @torch.compiler.allow_in_graph
 def _send_node(
-    facts: tuple[int, int, int, int, int], codes: Any, x: Tensor, experts: Tensor, probs: Tensor
+    facts: tuple[int, int, int, int, int, bool], codes: Any, x: Tensor, experts: Tensor, probs: Tensor
 ) -> tuple[Any, ...]:
     """`_send` as one node of a graph of torch.compile; `codes` come from `_codec.to_tuples`."""
     settle_rows(x, experts, probs)
@@ -105,10 +108,11 @@ def _send(static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> tuple
 
 def _sent(static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> Sent:
     count = None if static.codes is None else every_row(x)
-    source, found, inverse, dropped, weights, values, scales = call(
+    source, found, inverse, dropped, weights, entries, values, scales = call(
         _SEND, static, SendOperands(x, experts, probs, count), static.tokens
     )
-    facts = (source, found, inverse, dropped, weights)
+    several = (source.shape[0], Exchange(*static[:-1]).slots_of_row)
+    facts = (source, found.view(several), inverse, dropped, weights.view(several), entries)
     if static.codes is None:
         return Sent(values, *facts, None, None)
     return Sent(_stand_in(x, (values.shape[0], x.shape[1])), *facts, values, scales)
@@ -120,16 +124,16 @@ def _stand_in(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Send(torch.autograd.Function):
-    """Saves the inverse map [T, k]."""
+    """Saves the maps of slots, [T, k] each."""
 
     @staticmethod
     def forward(ctx: Any, static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Tensor | None, ...]:
         """The fields of `Sent`."""
         found = _sent(static, x, experts, probs)
         ctx.dtypes = (x.dtype, probs.dtype)
-        save(ctx, found.inverse)
+        save(ctx, found.inverse, found.entries)
         ctx.set_materialize_grads(False)
-        fixed = (found.source, found.experts, found.inverse, found.dropped, found.values, found.scales)
+        fixed = (found.source, found.experts, found.inverse, found.dropped, found.entries, found.values, found.scales)
         ctx.mark_non_differentiable(*[each for each in fixed if each is not None])
         return tuple(found)
 
@@ -137,7 +141,8 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         """Gradients of forward's arguments."""
         upstream = Sent(*grad_outputs)  # pyright: ignore[reportArgumentType]
-        return once("dispatch", ctx, (upstream.rows, upstream.probs), permute_backward)
+        d_probs = None if upstream.probs is None else upstream.probs.reshape(-1)
+        return once("dispatch", ctx, (upstream.rows, d_probs), permute_backward)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,8 +189,8 @@ class Group(NamedTuple):
 
 
 def counts_of(experts: Tensor, group: Group) -> Tensor | None:
-    """int64 [P]: how many of the rows [P B] of each part have an expert; None where parts travel whole."""
-    return (experts.view(group.ranks, -1) >= 0).sum(1) if group.counted else None
+    """int64 [P]: how many of the rows of each part have an expert [P B, j]; None where parts travel whole."""
+    return (experts[:, 0].view(group.ranks, -1) >= 0).sum(1) if group.counted else None
 
 
 class _Begin(torch.autograd.Function):
@@ -265,7 +270,8 @@ def begin_dispatch(sent: Sent, group: Group, scales_along: int = 0) -> Callable[
     Args:
         scales_along: the axis of the scales that runs along rows.
     """
-    small = [sent.experts.view(-1, 1).view(torch.uint8), sent.probs.detach().view(-1, 1).view(torch.uint8)]
+    small = [sent.experts.view(torch.uint8), sent.probs.detach().view(torch.uint8)]
+    width = small[0].shape[1]
     if sent.scales is not None:
         of_rows = sent.scales.movedim(scales_along, 0).reshape(-1)  # lengths of 1 hide strides that a view refuses
         small.append(of_rows.view(torch.uint8).view(sent.source.shape[0], -1))
@@ -277,19 +283,16 @@ def begin_dispatch(sent: Sent, group: Group, scales_along: int = 0) -> Callable[
 
     def finish() -> Brought:
         words = _wait(facts)
-        experts, probs = (words[:, at : at + 4].contiguous().view(dtype)[:, 0] for at, dtype in _WORDS)
+        experts = words[:, :width].contiguous().view(torch.int32)
+        probs = words[:, width : 2 * width].contiguous().view(torch.float32)
         probs = _Valued.apply(weight(None), probs)
         came = counts_of(experts, group)
         if values is None or sent.scales is None:
             return Brought(rows(came), experts, probs, None, None)
-        scales = words[:, 8:].contiguous().view(sent.scales.dtype).movedim(0, scales_along).contiguous()
+        scales = words[:, 2 * width :].contiguous().view(sent.scales.dtype).movedim(0, scales_along).contiguous()
         return Brought(rows(came), experts, probs, _wait(values, counts), scales)
 
     return finish
-
-
-_WORDS = ((0, torch.int32), (4, torch.float32))
-"""Where the number of an expert and a weight stand in the bytes that travel beside a row."""
 
 
 class _Valued(torch.autograd.Function):

@@ -90,20 +90,22 @@ class AllToAll:
 
     Attributes:
         process_group: of the P ranks; rank r has experts r L to (r + 1) L - 1.
-        budget_factor: a rank sends a rank at most this many times the mean T k / P rows; rows beyond are dropped. None:
-            as many as there can be.
+        budget_factor: a rank sends a rank at most this many times the mean number of rows; rows beyond are dropped.
+            None: as many as there can be.
         codes: a format with scales per row in which tokens travel; None: in their dtype.
+        once_per_rank: whether a token is sent to a rank once, for all its experts there.
     """
 
     process_group: Any
     budget_factor: float | None = None
     codes: Format | None = None
+    once_per_rank: bool = False
 
     def option(self, experts: Tensor, num_experts: int) -> Exchange:
         """The facts of the exchange of experts [T, k]."""
         tokens, slots = (int(each) for each in experts.shape)
         facts = {"ranks": self.process_group.size(), "experts": num_experts, "tokens": tokens, "slots": slots}
-        return exchange.exchange_option(FUNCTION, **facts, budget_factor=self.budget_factor)
+        return exchange.exchange_option(FUNCTION, **facts, budget_factor=self.budget_factor, once=self.once_per_rank)
 
     @property
     def _group(self) -> _exchange.Group:
@@ -129,7 +131,7 @@ class AllToAll:
             counts = [_exchange.counts_of(each, self._group) for each in (sent.experts, brought.experts)]
             way, dropped = Way(sent.source, sent.inverse, *counts), sent.dropped.reshape(())
             rows = brought.rows if rows is None else rows
-            return Arrived(rows, brought.experts[:, None], brought.probs[:, None], way, dropped)
+            return Arrived(rows, brought.experts, brought.probs, way, dropped)
 
         return finish
 
@@ -139,7 +141,7 @@ class AllToAll:
         return lambda: _exchange.sums(rows(handle.went), handle.source, handle.inverse)
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Arrived:
-        """As in `Transport`; M = P B rows, one expert each, -1 where a budget was not used up."""
+        """As in `Transport`; M = P B rows, -1 where a budget was not used up, j = 1, or min(k, L) once per rank."""
         return self.begin_dispatch(x, experts, weights, num_experts)()
 
     def combine(self, y: Tensor, handle: Way) -> Tensor:
@@ -190,6 +192,7 @@ def transport_option(
     transport: str | Transport,
     process_group: Any,
     budget_factor: float | None,
+    once_per_rank: bool,
     send: str | None = "tokens",
     recipe: Recipe | BoundRecipe | None = None,
     *,
@@ -201,8 +204,8 @@ def transport_option(
         adapted: whether the experts have adapters.
 
     Raises:
-        ValueError: there is none of this name, a budget or codes beside a transport of the caller's, or codes beside
-            adapters or of a recipe whose scales are not those of single rows. TypeError: no process group, or an
+        ValueError: there is none of this name, an option of the exchange beside a transport of the caller's, or codes
+            beside adapters or of a recipe whose scales are not those of single rows. TypeError: no process group, or an
             object without `dispatch` and `combine`. RuntimeError: the machine lacks what the transport needs.
     """
     exchange.check_budget_factor(function, budget_factor)
@@ -220,6 +223,11 @@ def transport_option(
                 f"`budget_factor` of {function}: {budget_factor} beside an own transport, expected None; give the "
                 "transport its budget."
             )
+        if once_per_rank:
+            raise ValueError(
+                f"`once_per_rank` of {function}: True beside an own `transport`, expected False; let its `dispatch` "
+                "bring rows with several experts each."
+            )
         if send == "codes":
             raise ValueError(
                 f"`send` of {function}: 'codes' beside an own transport, expected None or 'tokens'; quantise in its "
@@ -232,7 +240,7 @@ def transport_option(
             "and `combine`; all_to_all is the default."
         )
     check_group(function, process_group)
-    return TRANSPORTS[transport](process_group, budget_factor, codes)
+    return TRANSPORTS[transport](process_group, budget_factor, codes, bool(once_per_rank))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,6 +274,7 @@ def dispatch(
     process_group: Any,
     transport: str | Transport = "all_to_all",
     budget_factor: float | None = None,
+    once_per_rank: bool = False,
 ) -> tuple[Tensor, Tensor, Handle]:
     """Sends each token to the ranks of its experts; rank r has experts r L to (r + 1) L - 1. Every rank calls it.
 
@@ -274,17 +283,17 @@ def dispatch(
         experts: integers [T, k], of E; others than 0 to E - 1 are none.
         weights: [T, k], the router's; they travel as fp32 and come out as `handle.probs`; differentiable.
         num_experts: E. process_group: of the P ranks.
-        transport: "all_to_all", "symmetric_memory", or a `Transport`. budget_factor: as in `moe`.
+        transport: "all_to_all", "symmetric_memory", or a `Transport`. budget_factor, once_per_rank: as in `moe`.
 
     Returns:
         rows [M, H] of the experts of this rank, sorted by expert, then source rank, token and place, with zeros behind
-        the last one; their sizes, int32 [L]; and `Handle`.
+        the last one, M = P B, or with `once_per_rank` P B j, j = min(k, L); their sizes, int32 [L]; and `Handle`.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
     """
     function = "parallel.dispatch"
-    by = transport_option(function, transport, process_group, budget_factor)
+    by = transport_option(function, transport, process_group, budget_factor, once_per_rank)
     check_operand("experts", experts, x)
     check_operand("weights", weights, x)
     exchange.check_dispatch(function, rows_spec(x), rows_spec(experts), rows_spec(weights))
@@ -387,6 +396,7 @@ def moe(
     process_group: Any,
     transport: str | Transport = "all_to_all",
     budget_factor: float | None = None,
+    once_per_rank: bool = False,
     send: str | None = None,
     chunks: int = 1,
     shared: SharedExpert | None = None,
@@ -419,6 +429,10 @@ def moe(
             there are, between GPUs with NVSHMEM. Both give the same bits. Or a `Transport`.
         budget_factor: a rank sends a rank at most this many times the mean T k / P rows; rows beyond are dropped and
             counted in `MoEAux`. None: as many as there can be.
+        once_per_rank: a token is sent to a rank once, with all its experts there, instead of once for each; the sum of
+            their results, rounded to the dtype of x, comes back. The mean is then that of different ranks per token:
+            T (1 - C(E - L, k) / C(E, k)) rows. y and the gradient of x differ from those of one rank by these
+            roundings; no other gradient does.
         send: what travels to the experts. "tokens": rows of x, quantised where they arrive. "codes": rows quantised
             where they are sent, half the bytes or less, for recipes whose scales are those of single rows (FP8Block,
             MXFP8); the gradient of wi reads the dequantised codes. None: codes where the recipe allows it.
@@ -437,7 +451,7 @@ def moe(
     Raises:
         TypeError, ValueError: an argument does not fit; and what `topk_router` and `routed_mlp` raise.
     """
-    how = (transport, process_group, budget_factor, send, recipe)
+    how = (transport, process_group, budget_factor, once_per_rank, send, recipe)
     by = transport_option(FUNCTION, *how, adapted=lora is not None)
     check_chunks(FUNCTION, chunks)
     of_lora = AdapterOptions(lora_scaling, lora_dropout, lora_key)

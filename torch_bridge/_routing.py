@@ -279,21 +279,23 @@ class PermuteGradFacts(NamedTuple):
 
 
 class PermuteGradOperands(NamedTuple):
-    """Operands of the gradients of `permute`."""
+    """Operands of the gradients of `permute`; `entries`: places in `d_probs` [T, k] where `inverse` has others."""
 
     d_rows: Any
     d_probs: Any
     inverse: Any
+    entries: Any
 
 
 def _permute_grad_rule(run: Any, static: PermuteGradFacts, o: PermuteGradOperands) -> tuple[Any, ...]:
     dx = None if static.x is None else routing.combine(run, o.d_rows, o.inverse, static.x)
-    return dx, None if static.probs is None else routing.of_slots(run, o.d_probs, o.inverse, static.probs)
+    places = o.inverse if o.entries is None else o.entries
+    return dx, None if static.probs is None else routing.of_slots(run, o.d_probs, places, static.probs)
 
 
 _PERMUTE_GRAD = define(
     *("permute_grad", _permute_grad_rule, PermuteGradOperands, PermuteGradFacts),
-    rows=("inverse",),
+    rows=("inverse", "entries"),
     derived=("d_rows", "d_probs"),
 )
 
@@ -336,14 +338,14 @@ class _Permute(torch.autograd.Function):
 
 
 def permute_backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None) -> Gradients:
-    """Gradients of (facts, x, experts, probabilities), for a context with the inverse map and both dtypes."""
+    """Gradients of (facts, x, experts, probabilities), for a context with the maps of slots and both dtypes."""
     needs_x, _, needs_probs = ctx.needs_input_grad[1:]
-    (inverse,) = ctx.saved_tensors
+    inverse, *entries = ctx.saved_tensors
     d_rows, d_probs = d_rows if needs_x else None, d_probs if needs_probs else None
     if d_rows is None and d_probs is None:
         return None, None, None, None
     names = [None if of is None else dtype_name(dtype) for of, dtype in zip((d_rows, d_probs), ctx.dtypes, strict=True)]
-    operands = PermuteGradOperands(d_rows, d_probs, inverse)
+    operands = PermuteGradOperands(d_rows, d_probs, inverse, entries[0] if entries else None)
     dx, dp = call(_PERMUTE_GRAD, PermuteGradFacts(*names), operands, inverse.shape[0])
     return None, dx, None, dp
 

@@ -71,6 +71,7 @@ def _passes(mesh: DeviceMesh, x: Tensor, dy: Tensor, transport: str) -> dict[str
     return {
         "parallel.moe": of_function,
         "parallel.moe in chunks": lambda: of_function(chunks=2),
+        "parallel.moe once per rank": lambda: of_function(once_per_rank=True),
         "parallel.moe, FP8Block": lambda: of_function(recipe=FP8Block),
         "parallel.moe, MXFP8": lambda: of_function(recipe=MXFP8),
         "nn.MoE": of_module,

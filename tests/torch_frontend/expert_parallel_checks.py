@@ -28,6 +28,7 @@ from grouped_core import exchange, reference_exchange
 from tests import asserts, bounds
 from tests.torch_frontend import expert_adapter_checks as expert_adapter_checks  # these modules add their checks
 from tests.torch_frontend import expert_graph_checks as expert_graph_checks
+from tests.torch_frontend import expert_once_checks as expert_once_checks
 from tests.torch_frontend import expert_transport_checks as expert_transport_checks
 from tests.torch_frontend.expert_parallel_tools import (
     CHECKS,

@@ -28,13 +28,13 @@ def passed(name: str, outcome: str) -> None:
     assert f"passed  {name}\n" in outcome, outcome
 
 
-@pytest.mark.rule("LYR-9", "LYR-10", "LYR-11", "LOR-1", "LOR-4")
+@pytest.mark.rule("LYR-9", "LYR-10", "LYR-11", "LYR-18", "LOR-1", "LOR-4")
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks(name: str, outcome: str) -> None:
     passed(name, outcome)
 
 
-@pytest.mark.rule("LYR-9", "LYR-11", "LOR-4")
+@pytest.mark.rule("LYR-9", "LYR-11", "LYR-18", "LOR-4")
 @pytest.mark.parametrize("name", OF_GRAPHS)
 def test_graphs_of_two_ranks(name: str, outcome_of_graphs: str) -> None:
     passed(name, outcome_of_graphs)

@@ -123,7 +123,7 @@ class MoE(Module):
         shared_gate: whether its result is multiplied by the sigmoid of a product of the token with a learned vector.
         process_group: of the ranks over which the experts are spread; rank r of P holds experts r E / P to
             (r + 1) E / P - 1, and router and shared expert are replicated. Every rank runs each pass. None: all here.
-        transport, budget_factor, send, chunks: how tokens travel, as in `parallel.moe`.
+        transport, budget_factor, once_per_rank, send, chunks: how tokens travel, as in `parallel.moe`.
         bias: whether the experts have biases; the shared one has none.
         single_grouped_weight: one parameter for all experts instead of one each.
         options: the other keywords of `GroupedMLP`, for the experts and the shared expert.
@@ -162,6 +162,7 @@ class MoE(Module):
         process_group: Any = None,
         transport: str | Transport = "all_to_all",
         budget_factor: float | None = None,
+        once_per_rank: bool = False,
         send: str | None = None,
         chunks: int = 1,
         bias: bool = False,
@@ -195,15 +196,16 @@ class MoE(Module):
             )
         self.jitter, self.num_experts = jitter, num_experts
         self.process_group, self.transport, self.chunks, own = None, None, 1, num_experts
-        how = {"transport": transport, "budget_factor": budget_factor, "send": send, "chunks": chunks}
+        how = {"transport": transport, "budget_factor": budget_factor, "once_per_rank": once_per_rank}
+        how |= {"send": send, "chunks": chunks}
         if process_group is not None:
             self._spread(process_group, options.get("recipe"), adapted=options.get("lora_rank") is not None, **how)
             own = own_experts("MoE", num_experts, process_group.size())
-        elif list(how.values()) != ["all_to_all", None, None, 1]:
+        elif list(how.values()) != ["all_to_all", None, False, None, 1]:
             raise ValueError(
-                f"`transport`, `budget_factor`, `send`, `chunks` of MoE: {transport!r}, {budget_factor}, {send!r} and "
-                f"{chunks} without `process_group`, expected 'all_to_all', None, None and 1; pass the ranks over which "
-                "the experts are spread."
+                f"`transport`, `budget_factor`, `once_per_rank`, `send`, `chunks` of MoE: {transport!r}, "
+                f"{budget_factor}, {once_per_rank}, {send!r} and {chunks} without `process_group`, expected "
+                "'all_to_all', None, False, None and 1; pass the ranks over which the experts are spread."
             )
         dtype = parameter_dtype("MoE", options.get("dtype"))
         place: dict[str, Any] = {"device": options.get("device"), "dtype": dtype}
@@ -219,6 +221,7 @@ class MoE(Module):
         *,
         transport: str | Transport = "all_to_all",
         budget_factor: float | None = None,
+        once_per_rank: bool = False,
         send: str | None = None,
         chunks: int = 1,
     ) -> None:
@@ -235,7 +238,8 @@ class MoE(Module):
                 "`process_group`."
             )
         adapted, recipe = bool(self.experts.linear_fc1.lora.rank), self.experts.linear_fc1.recipe
-        self._spread(process_group, recipe, transport, budget_factor, send, chunks, adapted=adapted)
+        how = (transport, budget_factor, once_per_rank, send, chunks)
+        self._spread(process_group, recipe, *how, adapted=adapted)
 
     def _spread(
         self,
@@ -243,13 +247,14 @@ class MoE(Module):
         recipe: Any,
         transport: str | Transport,
         budget_factor: float | None,
+        once_per_rank: bool,
         send: str | None,
         chunks: int,
         *,
         adapted: bool,
     ) -> None:
         check_chunks("MoE", chunks)
-        how = (transport, process_group, budget_factor, send, recipe)
+        how = (transport, process_group, budget_factor, once_per_rank, send, recipe)
         found = transport_option("MoE", *how, adapted=adapted)
         own_experts("MoE", self.num_experts, process_group.size())
         self.transport = found
