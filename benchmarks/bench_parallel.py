@@ -5,9 +5,9 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/bench_parallel.py --device cpu
 
 Weak scaling: every rank has the tokens and the experts of the shape, so the layer of P ranks has P times as many of
-both; the time of one rank without an exchange over that of P ranks is the efficiency. "rows" is a `dispatch` and a
-`combine` alone, "raw" an all-to-all of as many bytes as the rows of both. Each time is that of one jitted call of
-several steps.
+both; the time of one rank without an exchange over that of P ranks is the efficiency. "once_per_rank" sends a token to
+a rank once. "rows" is a `dispatch` and a `combine` alone, "raw" an all-to-all of as many bytes as the rows of both.
+Each time is that of one jitted call of several steps.
 """
 
 from __future__ import annotations
@@ -97,15 +97,18 @@ def spread(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> di
     found["one"] = milliseconds(lambda: alone(one), options.rounds) / options.steps
     mesh = jax.make_mesh((len(devices),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     p, axes = operands(shape, mesh, len(devices)), parallel.MeshAxes(expert="expert")
-    for transport in options.transports:
-        given: dict[str, Any] = {"axes": axes, "mesh": mesh, "transport": transport}
+    ways: list[tuple[str, bool]] = [(transport, False) for transport in options.transports]
+    ways += [(transport, True) for transport in options.transports if transport != "ring"]
+    for transport, once in ways:
+        given: dict[str, Any] = {"axes": axes, "mesh": mesh, "transport": transport, "once_per_rank": once}
         given |= {} if transport == "ring" else {"budget_factor": options.budget_factor}
 
         def layer(p: dict[str, Any], given: dict[str, Any] = given) -> Any:
             return parallel.moe(p["x"], p["router"], p["wi"], p["wo"], k, **given)
 
         together = step_of(layer, options.steps)
-        found[transport] = milliseconds(lambda call=together: call(p), options.rounds) / options.steps
+        label = f"{transport}, once_per_rank" if once else transport
+        found[label] = milliseconds(lambda call=together: call(p), options.rounds) / options.steps
     # The exchange alone.
     experts = jax.random.randint(jax.random.key(1), (len(devices) * tokens, k), 0, len(devices) * own)
     split = PartitionSpec("expert")
@@ -147,13 +150,10 @@ def local(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> dic
     mesh = jax.sharding.Mesh(np.array(jax.devices(options.device)[:1]), ("expert",))
     p = operands(shape, mesh, 1)
     count = LOCAL_RANKS * own
-    op = exchange.exchange_option(
-        "bench", ranks=LOCAL_RANKS, experts=count, tokens=tokens, slots=k, budget_factor=options.budget_factor
-    )
     experts = jax.random.randint(jax.random.key(1), (tokens, k), 0, count, jnp.int32)
     weights = jnp.ones((tokens, k), jnp.float32)
 
-    def pack(x: Any, weights: Any, experts: Any) -> Any:
+    def pack(op: exchange.Exchange, x: Any, weights: Any, experts: Any) -> Any:
         sent = exchange.send_order(RUN, op, experts, weights)
         return routing.gather(RUN, x, sent.source, k), sent.experts, sent.probs, sent.inverse
 
@@ -171,17 +171,23 @@ def local(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> dic
 
         return jax.jit(lambda *given: jax.lax.scan(body, given, None, length=many)[0][-1])
 
-    rows, _, _, inverse = jax.jit(pack)(p["x"], weights, experts)
     nothing = repeated(lambda x, *_: x[:1, :1])
     base = milliseconds(lambda: nothing(p["x"], weights, experts), options.rounds) / many
     found: dict[str, Any] = {"shape": name, "ranks": LOCAL_RANKS}
-    packing = repeated(pack)
-    found["pack"] = milliseconds(lambda: packing(p["x"], weights, experts), options.rounds) / many - base
-    unpacking = repeated(unpack)
-    found["unpack"] = milliseconds(lambda: unpacking(rows, inverse), options.rounds) / many - base
     layer = step_of(lambda p: jax_grouped.moe(p["x"], p["router"], p["wi"], p["wo"], k), many)
     found["layer, forward + backward"] = milliseconds(lambda: layer(p), options.rounds) / many
-    found["share"] = 2 * (found["pack"] + found["unpack"]) / found["layer, forward + backward"]
+    sizes = {"ranks": LOCAL_RANKS, "experts": count, "tokens": tokens, "slots": k}
+    for once in (False, True):
+        op = exchange.exchange_option("bench", **sizes, budget_factor=options.budget_factor, once=once)
+        packs, beside = partial(pack, op), ", once_per_rank" if once else ""
+        rows, _, _, inverse = jax.jit(packs)(p["x"], weights, experts)
+        packing, unpacking = repeated(packs), repeated(unpack)
+        times = (
+            milliseconds(lambda packing=packing: packing(p["x"], weights, experts), options.rounds) / many - base,
+            milliseconds(lambda of=(unpacking, rows, inverse): of[0](*of[1:]), options.rounds) / many - base,
+        )
+        found |= {f"pack{beside}": times[0], f"unpack{beside}": times[1]}
+        found[f"share{beside}"] = 2 * sum(times) / found["layer, forward + backward"]
     return found
 
 

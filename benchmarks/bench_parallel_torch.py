@@ -6,7 +6,8 @@
 
 Weak scaling: every rank has the tokens and the experts of the shape, so the layer of P ranks has P times as many of
 both. "scaling" is the time of one rank without an exchange over that of P ranks, forward and backward. "shared beside"
-computes a shared expert while tokens travel, "shared after" once they are back. "raw" is an `all_to_all_single` of one
+computes a shared expert while tokens travel, "shared after" when they are back, "once_per_rank" sends a token to a rank
+once. "raw" is an `all_to_all_single` of one
 way of all parts, and GB/s are what a rank sends to others.
 
 `--local` times what a rank of eight does beside its experts: it chooses the order, gathers tokens, or quantises them
@@ -104,11 +105,13 @@ class Variant(NamedTuple):
     chunks: int = 1
     shared: str | None = None
     recipe: Recipe | None = None
+    once: bool = False
 
     @property
     def label(self) -> str:
         parts = [self.transport, f"{self.chunks} chunks" if self.chunks > 1 else ""]
         parts += [f"shared {self.shared}" if self.shared else "", self.recipe.name if self.recipe else ""]
+        parts += ["once_per_rank" if self.once else ""]
         return ", ".join(each for each in parts if each)
 
 
@@ -124,6 +127,8 @@ def variants(transports: list[str]) -> list[Variant]:
             Variant(transport, shared="beside"),
             Variant(transport, chunks=2, shared="beside"),
             Variant(transport, recipe=MXFP8),
+            Variant(transport, once=True),
+            Variant(transport, recipe=MXFP8, once=True),
         )
     ]
 
@@ -155,7 +160,7 @@ def spread(name: str, shape: Shape, device: str, factor: float, transports: list
             row["skipped"] = reason
             continue
         options: dict[str, Any] = {"process_group": group, "budget_factor": factor, "recipe": variant.recipe}
-        options |= {"transport": variant.transport, "chunks": variant.chunks}
+        options |= {"transport": variant.transport, "chunks": variant.chunks, "once_per_rank": variant.once}
         options["shared"] = of_shared_expert if variant.shared == "beside" else None
         dropped: list[Tensor] = []
 
@@ -196,10 +201,10 @@ def raw(name: str, shape: Shape, device: str, factor: float, transports: list[st
     return found
 
 
-def option(shape: Shape, ranks: int, experts: int, factor: float) -> exchange.Exchange:
+def option(shape: Shape, ranks: int, experts: int, factor: float, *, once: bool = False) -> exchange.Exchange:
     """The facts of the exchange."""
     facts = {"ranks": ranks, "experts": experts, "tokens": shape.tokens, "slots": shape.k}
-    return exchange.exchange_option("bench", **facts, budget_factor=factor)
+    return exchange.exchange_option("bench", **facts, budget_factor=factor, once=once)
 
 
 def process(rank: int, ranks: int, device: str, folder: str, names: list[str], options: argparse.Namespace) -> None:
@@ -243,16 +248,33 @@ def on_ranks(names: list[str], options: argparse.Namespace) -> Rows:
 def local(name: str, shape: Shape, device: str, factor: float, copied: float) -> Rows:
     """What a rank of LOCAL_RANKS does before it sends tokens or codes, and once rows came back."""
     experts = LOCAL_RANKS * shape.own_of_8
-    op = option(shape, LOCAL_RANKS, experts, factor)
     x = drawn((shape.tokens, shape.hidden), device, 0)
     generator = torch.Generator(device).manual_seed(1)
     scores = torch.rand((shape.tokens, experts), device=device, generator=generator)
     chosen = scores.topk(shape.k).indices.int()
+    own = max(shape.own_of_8, shape.k)  # as many rows as come to a rank of an even exchange
+    router = drawn((own, shape.hidden), device, 2)
+    weights = weights_of(shape, own, device, 3)
+    leaves = [x.clone().requires_grad_(), *weights]
+    whole = milliseconds(lambda: step(lambda: moe(leaves[0], router, *weights, shape.k)[0], leaves), device)
+    found: Rows = []
+    for once in (False, True):
+        op, beside = option(shape, LOCAL_RANKS, experts, factor, once=once), ", once_per_rank" if once else ""
+        rows = parts(op, x, chosen, device, copied)
+        both = 2 * (rows[0]["ms"] + rows[-1]["ms"])
+        rows.append({"variant": "local parts", "ms": both, "one_ms": whole, "share": both / whole})
+        found += [{"shape": name, "ranks": LOCAL_RANKS, **row, "variant": row["variant"] + beside} for row in rows]
+    return found
+
+
+def parts(op: exchange.Exchange, x: Tensor, chosen: Tensor, device: str, copied: float) -> Rows:
+    """Packing of tokens and of codes, and unpacking."""
     probs = torch.ones(chosen.shape, device=device)
+    a_row = x.nbytes / op.tokens
     found: Rows = []
     for recipe in (None, MXFP8, FP8Block, FP8Current, FP8Delayed):
         label = "tokens" if recipe is None else recipe.name
-        row: dict[str, Any] = {"shape": name, "ranks": LOCAL_RANKS, "variant": f"packing, {label}"}
+        row: dict[str, Any] = {"variant": f"packing, {label}"}
         found.append(row)
         codes = exchange.format_sent("bench", None, recipe)
         if recipe is not None and codes is None:
@@ -262,11 +284,10 @@ def local(name: str, shape: Shape, device: str, factor: float, copied: float) ->
             sent = _exchange.send(op, x, chosen, probs, codes)
             row["ms"] = milliseconds(lambda codes=codes: _exchange.send(op, x, chosen, probs, codes), device)
         rows = int((sent.source >= 0).sum())
-        a_row = x.nbytes / shape.tokens
         if sent.values is not None:
             assert sent.scales is not None, "codes have scales"
             coded = (sent.values.nbytes + sent.scales.nbytes) / op.rows
-            moved = x.nbytes + shape.tokens * coded + (rows + op.rows) * coded
+            moved = x.nbytes + op.tokens * coded + (rows + op.rows) * coded
         else:
             moved = (rows + op.rows) * a_row
         row |= {"rows": rows, "GB/s": moved / row["ms"] / 1e6, "share": moved / row["ms"] * 1e3 / copied}
@@ -275,16 +296,8 @@ def local(name: str, shape: Shape, device: str, factor: float, copied: float) ->
         came = torch.empty_like(sent.rows).copy_(sent.rows)
         taken = milliseconds(lambda: _exchange.sums(came, sent.source, sent.inverse), device)
     moved = int((sent.source >= 0).sum()) * a_row + x.nbytes
-    row = {"shape": name, "ranks": LOCAL_RANKS, "variant": "unpacking, tokens", "ms": taken}
-    found.append(row | {"GB/s": moved / taken / 1e6, "share": moved / taken * 1e3 / copied})
-    both = 2 * (found[0]["ms"] + taken)
-    own = max(shape.own_of_8, shape.k)  # as many rows as come to a rank of an even exchange
-    router = drawn((own, shape.hidden), device, 2)
-    weights = weights_of(shape, own, device, 3)
-    leaves = [x.requires_grad_(), *weights]
-    whole = milliseconds(lambda: step(lambda: moe(x, router, *weights, shape.k)[0], leaves), device)
-    row = {"shape": name, "ranks": LOCAL_RANKS, "variant": "local parts", "ms": both, "one_ms": whole}
-    return [*found, row | {"share": both / whole}]
+    row = {"variant": "unpacking, tokens", "ms": taken}
+    return [*found, row | {"GB/s": moved / taken / 1e6, "share": moved / taken * 1e3 / copied}]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

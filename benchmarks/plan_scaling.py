@@ -5,7 +5,8 @@
 
 A rank sends every other rank a part of a budget's rows, twice forward and twice backward. Ranks of one node reach each
 other by NVLink, others by one network card each, both at the same time. Around an exchange rows are packed and unpacked
-at a rate of memory. Budgets are those of the library (`grouped_core.exchange`).
+at a rate of memory. Budgets are those of the library (`grouped_core.exchange`), a row for each token and expert; in the
+columns "rank" a row for each token and rank (`once_per_rank`), in "node" for each token and other node.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from grouped_core.exchange import Exchange, exchange_option
 FORWARD_AND_BACKWARD = 18
 """Floating-point operations per row, H and F: three products with a gated first weight, each also in two gradients."""
 BESIDE = 8
-"""Bytes of a row's expert and weight."""
+"""Bytes of the number and the weight of each expert that a row may have."""
 BLOCK = 128
 """Elements that share an fp32 scale where codes travel."""
 
@@ -93,10 +94,10 @@ class Step:
         return self.experts / (overlapped + self.local)
 
 
-def row_bytes(hidden: int, codes: bool) -> tuple[int, int]:
-    """Bytes of a row on its way to the experts, and of each of the three other ways."""
+def row_bytes(hidden: int, codes: bool, experts: int) -> tuple[int, int]:
+    """Bytes of a row of so many experts on its way to them, and of each of the three other ways."""
     sent = hidden + 4 * -(-hidden // BLOCK) if codes else 2 * hidden
-    return sent + BESIDE, 2 * hidden
+    return sent + BESIDE * experts, 2 * hidden
 
 
 def other_nodes(model: Model, nodes: int) -> float:
@@ -105,18 +106,18 @@ def other_nodes(model: Model, nodes: int) -> float:
     return (min(reached, model.most_nodes) if model.most_nodes else reached) * (nodes - 1) / nodes
 
 
-def step(model: Model, machine: Machine, op: Exchange, codes: bool, once: bool = False) -> Step:
+def step(model: Model, machine: Machine, op: Exchange, codes: bool, once_per_node: bool = False) -> Step:
     """The step of a rank whose exchange is `op`.
 
     Args:
-        once: a token goes to each other node once, and from there by NVLink, which this library does not do.
+        once_per_node: a token goes to each other node once, and from there by NVLink, which this library does not do.
     """
-    there, back = row_bytes(model.hidden, codes)
+    there, back = row_bytes(model.hidden, codes, op.slots_of_row)
     near_ranks = min(op.ranks, machine.node) - 1
     far_ranks = op.ranks - 1 - near_ranks
     travelling = op.budget * (there + 3 * back)
     near, far = near_ranks * travelling, far_ranks * travelling
-    if once and far_ranks:
+    if once_per_node and far_ranks:
         rows = op.tokens * other_nodes(model, op.ranks // machine.node)
         near, far = near + far, rows * (there + 3 * back)
     messages = 4 * (op.ranks - 1)
@@ -160,12 +161,16 @@ def main() -> int:
     options = vars(parser.parse_args())
     machine = Machine(**{name: options[name] for name in options if name in Machine.__annotations__})
     compare(machine, options["budget_factor"])
-    print(f"\n{'model':<16}   P  sent experts    wire  local  near MB   far MB messages serial halves   once    GiB")
+    print(f"\n{'model':<16}   P  sent experts    wire  local  near MB   far MB messages serial halves", end="")
+    print(" rank MB   rank   node    GiB")
     for name in options["model"]:
         model = MODELS[name]
         for ranks in (each for each in options["ranks"] if model.experts % each == 0):
             given = {"ranks": ranks, "experts": model.experts, "tokens": options["tokens"], "slots": model.slots}
-            op = exchange_option("plan", **given, budget_factor=options["budget_factor"])
+            op, of_ranks = (
+                exchange_option("plan", **given, budget_factor=options["budget_factor"], once=once)
+                for once in (False, True)
+            )
             held = model.layers * op.own * 3 * model.hidden * model.width * 2 / 2**30
             for codes in (False, True):
                 s = step(model, machine, op, codes)
@@ -173,8 +178,10 @@ def main() -> int:
                     f"{name:<16} {ranks:>3} {'codes' if codes else 'bf16':>5} {s.experts:>7.2f} {s.wire:>7.2f}", end=""
                 )
                 print(f" {s.local:>6.2f} {s.near / 1e6:>8.0f} {s.far / 1e6:>8.0f} {s.messages:>8}", end="")
-                once = step(model, machine, op, codes, once=True)
-                print(f" {s.serial:>6.2f} {s.halves:>6.2f} {once.halves:>6.2f} {held:>6.1f}")
+                rank = step(model, machine, of_ranks, codes)
+                node = step(model, machine, op, codes, once_per_node=True)
+                print(f" {s.serial:>6.2f} {s.halves:>6.2f} {(rank.near + rank.far) / 1e6:>7.0f}", end="")
+                print(f" {rank.halves:>6.2f} {node.halves:>6.2f} {held:>6.1f}")
     return 0
 
 
