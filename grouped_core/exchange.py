@@ -46,6 +46,7 @@ class Exchange:
         ranks: P. experts: E, of all ranks. tokens: T, of this rank. slots: k.
         budget: B, rows that one rank sends to one rank at most.
         once: whether a token is sent to a rank once, for all its experts there, instead of once for each.
+        slot_budget: with `once` and a budget factor, the budget without `once`.
     """
 
     ranks: int
@@ -54,6 +55,7 @@ class Exchange:
     slots: int
     budget: int
     once: bool = False
+    slot_budget: int | None = None
 
     @property
     def own(self) -> int:
@@ -69,6 +71,13 @@ class Exchange:
     def slots_of_row(self) -> int:
         """j, the experts that a row has at most where it arrives, if no token chooses one twice."""
         return min(self.slots, self.own) if self.once else 1
+
+    @property
+    def max_rows(self) -> int | None:
+        """Rows of the experts of a rank for which there is room, as many as without `once`; None: one for each slot."""
+        if self.slot_budget is None or self.slot_budget >= self.budget * self.slots_of_row:
+            return None
+        return self.ranks * self.slot_budget
 
 
 def exchange_option(
@@ -93,12 +102,20 @@ def exchange_option(
         ValueError: ranks do not divide the experts, or the factor is out of range.
     """
     own = own_experts(function, experts, ranks)
-    most = max(1, tokens if once else tokens * min(slots, own))
     factor = check_budget_factor(function, budget_factor)
-    if factor is None:
-        return Exchange(ranks, experts, tokens, slots, most, once)
-    wanted = math.ceil(factor * tokens * _reach(experts, own, slots) if once else factor * tokens * slots / ranks)
-    return Exchange(ranks, experts, tokens, slots, min(most, max(ALIGN, -(-wanted // ALIGN) * ALIGN)), once)
+    most, wanted = tokens * min(slots, own), None if factor is None else factor * tokens * slots / ranks
+    of_slots = _budget(wanted, most)
+    if not once:
+        return Exchange(ranks, experts, tokens, slots, of_slots)
+    wanted = None if factor is None else factor * tokens * _reach(experts, own, slots)
+    budget = _budget(wanted, tokens)
+    return Exchange(ranks, experts, tokens, slots, budget, once, None if factor is None else of_slots)
+
+
+def _budget(wanted: float | None, most: int) -> int:
+    """B, where so many rows are wanted (None: as many as there can be), of `most` that there can be."""
+    most = max(1, most)
+    return most if wanted is None else min(most, max(ALIGN, -(-math.ceil(wanted) // ALIGN) * ALIGN))
 
 
 def _reach(experts: int, own: int, slots: int) -> float:

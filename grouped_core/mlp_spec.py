@@ -127,6 +127,7 @@ class Mlp:
         clear_residuals: tail rows of saved arrays are zero instead of undefined.
         paired: the first weight is two arrays, gate and linear half.
         keeps_rows: forward keeps rows x in the form that backward reads; otherwise the caller hands x to backward anew.
+        max_rows: of tokens, the number of their rows at most; None: one for each slot.
     """
 
     names: MlpNames
@@ -141,6 +142,7 @@ class Mlp:
     clear_residuals: bool = False
     paired: bool = False
     keeps_rows: bool = True
+    max_rows: int | None = None
 
     def parts(self) -> tuple[int, ...]:
         """The arrays of the first weight: 1 and 2 for the two halves of its columns, 0 for one array of all columns."""

@@ -54,6 +54,21 @@ def _rows(op: Exchange, experts: NDArray[Any], slots: NDArray[Any]) -> list[NDAr
     return list(slots[np.argsort(experts[slots], kind="stable")].reshape(-1, 1))
 
 
+def with_room(op: Exchange, received: Sequence[Received]) -> tuple[list[Received], int]:
+    """What is left of what ranks receive where the rows of their experts have less room, and how many slots are lost:
+    the last ones in the order of local experts, then rows.
+    """
+    left, lost = [], 0
+    for ranks, slots, experts in received:
+        order = np.argsort(experts, axis=None, kind="stable")
+        beyond = order[np.sort(experts, axis=None) >= 0][op.max_rows :] if op.max_rows is not None else order[:0]
+        slots, experts = slots.copy(), experts.copy()
+        slots.reshape(-1)[beyond] = experts.reshape(-1)[beyond] = -1
+        left.append(Received(ranks, slots, experts))
+        lost += len(beyond)
+    return left, lost
+
+
 def travelled(op: Exchange, received: Sequence[Received]) -> NDArray[np.bool_]:
     """[P, T, k]: which slots of each rank are among what all ranks received."""
     found = np.zeros((op.ranks, op.tokens * op.slots), bool)

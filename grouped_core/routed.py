@@ -1,8 +1,8 @@
 """The experts' MLP of tokens: rows are gathered, run through the MLP, and summed per token.
 
-What is kept for backward are the tokens [T, K], not their rows [M, K], M = T k: backward gathers again, with the same
-bits. Letters: T tokens, k experts per token, M rows, G groups (experts), K hidden size of the model, F expert width, W
-columns of the hidden rows.
+What is kept for backward are the tokens [T, K], not their rows [M, K]: backward gathers again, with the same bits.
+Letters: T tokens, k experts per token, M rows, T k or fewer (`Mlp.max_rows`), G groups (experts), K hidden size of the
+model, F expert width, W columns of the hidden rows.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ class Forward(NamedTuple):
 
 def row_specs(op: Mlp, x: OperandSpec, slots: int, specs: MlpSpecs) -> MlpSpecs:
     """`specs` of the MLP of the rows of tokens `x` [T, K], which are unquantised where gradients are concerned."""
-    rows = x.shape[0] * slots
+    rows = row_count(op.max_rows, x.shape[0] * slots)
     return specs._replace(x=ArraySpec((rows, x.shape[1]), x.dtype), probs=ArraySpec((rows,), "float32"))
+
+
+def row_count(max_rows: int | None, slots: int) -> int:
+    """M, the rows that there is room for, of so many slots of tokens."""
+    return slots if max_rows is None else min(max_rows, slots)
 
 
 def keeps_tokens(op: Mlp) -> Mlp:
@@ -65,6 +70,7 @@ def forward(
     beside: Beside = NOTHING,
 ) -> Forward:
     """y[t] = sum over the slots j of t of the MLP of expert experts[t, j] at x[t], with weights[t, j] as probability.
+    Slots for which there is no room among the rows, the last ones in their order, add nothing.
 
     Args:
         x: [T, K]; it may be quantised in a format with scales per row, in the form that contracts K.
@@ -73,7 +79,7 @@ def forward(
     """
     op = keeps_tokens(op)
     spec = run.spec(experts)
-    count = spec.shape[0] * spec.shape[1]
+    count = row_count(op.max_rows, spec.shape[0] * spec.shape[1])
     found = routing.order(run, experts, operand_spec(run, wo).shape[0], count, weights=weights)
     if beside.reads_x:
         rows = rows_of(run, x, found.source, found.inverse)

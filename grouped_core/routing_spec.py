@@ -433,6 +433,18 @@ def check_routed_mlp(x: OperandSpec, experts: ArraySpec, weights: ArraySpec) -> 
     _shape(name, "weights", weights, tuple(experts.shape), "as `experts`")
 
 
+def max_rows_option(max_rows: Any) -> int | None:
+    """`max_rows` of `routed_mlp` as a Python integer.
+
+    Raises:
+        TypeError: it is not an integer. ValueError: it is below 1.
+    """
+    (found,) = integers("routed_mlp", max_rows=max_rows)
+    if found is not None and found < 1:
+        raise ValueError(f"`max_rows` of routed_mlp: {found}, expected 1 or more; None leaves room for every slot.")
+    return found
+
+
 def check_by_row(x: OperandSpec) -> None:
     """Refuses tokens of `routed_mlp` that are quantised in a format whose scales are not those of single rows.
 

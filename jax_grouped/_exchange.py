@@ -8,7 +8,7 @@ j experts of a row at most, H columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ class Way:
         source: int32 [P B], slot of each row. inverse: int32 [T, k], row of each slot. Both of the rows sent.
         sends, recvs: int32 [P, L], rows sent and received per rank and local expert, or [P, 1] per rank; None where
             parts are static.
-        dropped: int32 scalar, slots of this rank without a row.
+        dropped: int32 scalar, slots of this rank that do not travel, and slots that came and have no room.
     """
 
     source: Any
@@ -109,6 +109,9 @@ def there(
     several = (vary_over(each.reshape(op.rows, op.slots_of_row), axis) for each in (sent.experts, sent.probs))
     facts: Any = _beside(axis, *several)
     ids, probs = facts
+    if op.max_rows is not None:
+        beyond = jnp.maximum(jnp.sum(ids >= 0, dtype=jnp.int32) - op.max_rows, 0)
+        way = replace(way, dropped=way.dropped + beyond)
     moved = _move(rows, way, sends, recvs)
     if codes is not None:
         moved = StraightThrough(moved, _codes_there(jax.lax.stop_gradient(x), codes, way))

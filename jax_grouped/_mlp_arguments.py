@@ -95,12 +95,13 @@ def prepare(
     probs: Any = None,
     experts: Any = None,
     weights: Any = None,
+    max_rows: int | None = None,
     join: bool = True,
 ) -> tuple[Mlp, Operands]:
     """The static parameters and the operands, checked; `take` converts an argument to an operand.
 
     Args:
-        group_sizes, probs: of sorted rows. experts, weights: of tokens.
+        group_sizes, probs: of sorted rows. experts, weights, max_rows: of tokens.
         join: whether a `wi` in two arrays is concatenated where it is quantised.
     """
     of_tokens = experts is not None
@@ -145,6 +146,7 @@ def prepare(
         clear_residuals=bool(jax.config.jax_debug_nans),  # pyright: ignore[reportAttributeAccessIssue]
         paired=paired,
         keeps_rows=not of_tokens,
+        max_rows=routing_spec.max_rows_option(max_rows),
     )
     run: Any = Planner() if take is as_operand_spec else RUN
     if of_tokens:

@@ -135,7 +135,8 @@ def _experts(
     codes = format_sent(FUNCTION, plan.send, options["recipe"], adapted="lora" in options)
     how = (plan.transport, plan.budget_factor, plan.once_per_rank, codes)
     found, way = there(FUNCTION, x, experts, weights, plan.count, axis, *how)
-    results = routed_mlp(found.rows, found.experts, found.probs, wi, wo, **options)
+    room = way.option.max_rows
+    results = routed_mlp(found.rows, found.experts, found.probs, wi, wo, max_rows=room, **options)
     return back(results, way, wide), way.dropped
 
 

@@ -216,7 +216,8 @@ def dispatch(
 
     Returns:
         rows [M, H] of the experts of this rank, sorted by expert, then source rank, token and slot, with zeros behind
-        the last one, M = P B, or with `once_per_rank` P B j, j = min(k, L); their sizes, int32 [L]; and `Handle`.
+        the last one, M = P B, or with `once_per_rank` at most P B j, j = min(k, L); their sizes, int32 [L]; and
+        `Handle`.
 
     Raises:
         ValueError, TypeError: a shape, dtype or option does not fit.
@@ -231,7 +232,8 @@ def dispatch(
         _ragged.warn_about_flags(jax.default_backend())
     how = (num_experts, axis_name, name, budget_factor, bool(once_per_rank))
     found, way = there(function, x, to_int32(experts), weights, *how)
-    rows, sizes, permutation = route.permute(found.rows, found.experts, way.option.own, probs=found.probs)
+    options: dict[str, Any] = {"probs": found.probs, "max_rows": way.option.max_rows}
+    rows, sizes, permutation = route.permute(found.rows, found.experts, way.option.own, **options)
     lost, probs = _mesh.sum_over(way.dropped, axis_name), permutation.probs
     assert probs is not None, "weights were given"
     return rows, sizes, Handle(probs, lost, lost > 0, permutation, way)

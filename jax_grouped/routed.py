@@ -36,6 +36,7 @@ def routed_mlp(
     wo_bias: Float[AnyArray, "G H"] | None = None,
     recipe: Recipe | BoundRecipe | None = None,
     residuals: str | Residuals = "save_fc1",
+    max_rows: int | None = None,
     wgrad_accum: Accumulators | None = None,
     wgrad_dtype: DTypeLike | None = None,
     out: Float[Array, "T H"] | None = None,
@@ -61,6 +62,8 @@ def routed_mlp(
         wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, wgrad_accum, wgrad_dtype, implementation: as in
             `grouped_mlp`, with K = H.
         residuals: as in `grouped_mlp`; x is kept as tokens, named "grouped_x".
+        max_rows: room for rows; slots beyond, the last in the order of experts, then tokens, add nothing and have no
+            gradient. None: T k, one for each slot.
         out: [T, H], the buffer of the result; donate it, or XLA copies it first. It has no gradient.
         lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum: as in `grouped_mlp`.
 

@@ -221,6 +221,7 @@ def mlp_arguments(
     operation: str = "grouped_mlp",
     names: MlpNames = MLP_NAMES,
     check: Callable[..., tuple[Tensor, Mlp, MlpSpecs]] | None = None,
+    max_rows: int | None = None,
 ) -> Arguments:
     """The checked arguments of `grouped_mlp`; it raises the same errors.
 
@@ -229,6 +230,7 @@ def mlp_arguments(
         join: whether gate and linear half are concatenated if they have to be quantised; otherwise that is refused.
         operation, names, check: of another MLP, whose arguments correspond to these: its name, the names of its
             arguments, and its check, as in `_arguments`.
+        max_rows: of `routed_mlp`.
     """
     refuse_transforms(operation, x, wi, wo, probs, wi_bias, wo_bias)
     sizes, rows_hint = unwrap(group_sizes)
@@ -236,7 +238,17 @@ def mlp_arguments(
     bounds = recipe if of_layers else (recipe_option(recipe),)
     pinned = implementation_names(implementation)
     paired = is_pair(wi)
-    options = (names, bool(rhs_transposed), activation, bounds[0].recipe, residuals, rows_hint, pinned, paired)
+    options = (
+        names,
+        bool(rhs_transposed),
+        activation,
+        bounds[0].recipe,
+        residuals,
+        rows_hint,
+        max_rows,
+        pinned,
+        paired,
+    )
     if paired and join and mlp_spec.joins(op := mlp_of(options), _with_master(x)[1]):
         wi, options = _joined_pair(op, wi, wgrad_accum), (*options[:-1], False)
     weights, biases, of_weights = (wi, wo), (wi_bias, wo_bias), (names.wi, names.wo)
@@ -246,7 +258,7 @@ def mlp_arguments(
 
 def mlp_of(options: Sequence[Any]) -> Mlp:
     """The operation with the options of `mlp_arguments`."""
-    names, transposed, activation, recipe, residuals, rows_hint, pinned, paired = options
+    names, transposed, activation, recipe, residuals, rows_hint, max_rows, pinned, paired = options
     return Mlp(
         names,
         activations.resolve(activation),
@@ -256,6 +268,7 @@ def mlp_of(options: Sequence[Any]) -> Mlp:
         rows_hint=rows_hint,
         implementation=pinned,
         paired=paired,
+        max_rows=max_rows,
     )
 
 

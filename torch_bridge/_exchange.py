@@ -311,6 +311,11 @@ class _Valued(torch.autograd.Function):
         return grad_outputs[0], None
 
 
+def beyond(experts: Tensor, max_rows: int) -> Tensor:
+    """int32 scalar: how many of the experts [M, j] of received rows have no room among so many rows of the experts."""
+    return ((experts >= 0).sum(dtype=torch.int32) - max_rows).clamp(min=0)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What came back
 

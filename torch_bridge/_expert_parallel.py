@@ -44,7 +44,8 @@ class Arrived(NamedTuple):
         rows: [M, H]; of codes a `straight_through` of them.
         experts: int32 [M, j], local numbers 0 to L - 1 of the experts of each row, -1 for none.
         weights: fp32 [M, j], the router's. handle: for `combine`. dropped: int32 scalar, slots of this rank's tokens
-            that did not travel.
+            that did not travel, and slots that arrived and have no room.
+        max_rows: rows of the experts for which there is room; None: M j.
     """
 
     rows: Tensor | StraightThrough
@@ -52,6 +53,7 @@ class Arrived(NamedTuple):
     weights: Tensor
     handle: Any
     dropped: Tensor
+    max_rows: int | None = None
 
 
 @runtime_checkable
@@ -113,7 +115,8 @@ class AllToAll:
 
     def begin_dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Callable[[], Arrived]:
         """`dispatch`, which the result finishes."""
-        sent = _exchange.send(self.option(experts, num_experts), x, experts, weights, self.codes)
+        option = self.option(experts, num_experts)
+        sent, room = _exchange.send(option, x, experts, weights, self.codes), option.max_rows
         # Float32 scales are stored block by block, others row by row.
         along = 0 if self.codes is None else int(self.codes.scales == "float32")
         found = _exchange.begin_dispatch(sent, self._group, along)
@@ -130,8 +133,10 @@ class AllToAll:
                 rows = StraightThrough(brought.rows, q)
             counts = [_exchange.counts_of(each, self._group) for each in (sent.experts, brought.experts)]
             way, dropped = Way(sent.source, sent.inverse, *counts), sent.dropped.reshape(())
+            if room is not None:
+                dropped = dropped + _exchange.beyond(brought.experts, room)
             rows = brought.rows if rows is None else rows
-            return Arrived(rows, brought.experts, brought.probs, way, dropped)
+            return Arrived(rows, brought.experts, brought.probs, way, dropped, room)
 
         return finish
 
@@ -287,7 +292,8 @@ def dispatch(
 
     Returns:
         rows [M, H] of the experts of this rank, sorted by expert, then source rank, token and place, with zeros behind
-        the last one, M = P B, or with `once_per_rank` P B j, j = min(k, L); their sizes, int32 [L]; and `Handle`.
+        the last one, M = P B, or with `once_per_rank` at most P B j, j = min(k, L); their sizes, int32 [L]; and
+        `Handle`.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -300,7 +306,8 @@ def dispatch(
     own = exchange.own_experts(function, num_experts, process_group.size())
     arrived = by.dispatch(x, saturate(experts).int(), weights, num_experts)
     assert isinstance(arrived.rows, Tensor), "no codes were asked for"
-    rows, sizes, permutation = route.permute(arrived.rows, arrived.experts, own, probs=arrived.weights)
+    options: dict[str, Any] = {"probs": arrived.weights, "max_rows": arrived.max_rows}
+    rows, sizes, permutation = route.permute(arrived.rows, arrived.experts, own, **options)
     (lost,) = _routing.summed(process_group.group_name, arrived.dropped)
     probs = permutation.probs
     assert probs is not None, "weights were given"
@@ -335,7 +342,7 @@ class Layer(NamedTuple):
 
     Attributes:
         transport: how tokens travel. chunks: of tokens, whose exchanges overlap with the experts of others.
-        experts: (number of the chunk, rows, local experts, weights) -> results [M, H] of the rows.
+        experts: (number of the chunk, rows, local experts, weights, room=) -> results [M, H] of the rows.
         meanwhile: () -> what is added to y, computed while the first tokens travel; None: nothing.
     """
 
@@ -343,7 +350,7 @@ class Layer(NamedTuple):
     transport: Transport
     num_experts: int
     chunks: int
-    experts: Callable[[int, Any, Tensor, Tensor], Tensor]
+    experts: Callable[..., Tensor]
     meanwhile: Callable[[], Tensor | None]
 
     def run(self, x: Tensor, weights: Tensor, experts: Tensor, aux: MoEAux) -> tuple[Tensor, MoEAux]:
@@ -354,7 +361,7 @@ class Layer(NamedTuple):
         for number, finish in enumerate(pending):
             arrived = finish()
             lost = lost + arrived.dropped
-            results = self.experts(number, arrived.rows, arrived.experts, arrived.weights)
+            results = self.experts(number, *arrived[:3], room=arrived.max_rows)
             coming.append(_begin_combine(self.transport, results, arrived.handle))
         (whole,) = _routing.summed(self.process_group.group_name, torch.cat([aux.load, lost.reshape(1)]))
         found = [finish() for finish in coming]
@@ -463,7 +470,7 @@ def moe(
     check_own(experts, wo, process_group)
     rank, ranks = process_group.rank(), process_group.size()
 
-    def run_experts(number: int, rows: Any, local: Tensor, probs: Tensor) -> Tensor:
+    def run_experts(number: int, rows: Any, local: Tensor, probs: Tensor, *, room: int | None) -> Tensor:
         of_adapters: dict[str, Any] = {}
         if lora is not None:
             of_adapters = {"lora": lora, "lora_wgrad_accum": lora_wgrad_accum, **of_lora.of_part(rank + number * ranks)}
@@ -475,6 +482,7 @@ def moe(
             wo_bias=wo_bias,
             recipe=recipe,
             residuals=residuals,
+            max_rows=room,
             wgrad_accum=wgrad_accum,
             implementation=implementation,
             **of_adapters,

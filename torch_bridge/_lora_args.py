@@ -118,6 +118,11 @@ class AdaptedMlp(NamedTuple):
         """That of the products with the frozen weights."""
         return self.base.recipe
 
+    @property
+    def max_rows(self) -> int | None:
+        """That of tokens."""
+        return self.base.max_rows
+
 
 def adapted_mlp_arguments(*arguments: Any) -> Arguments:
     """The checked arguments of `grouped_mlp` with adapters.
@@ -130,13 +135,15 @@ def adapted_mlp_arguments(*arguments: Any) -> Arguments:
 
 
 def adapted_routed_arguments(*arguments: Any) -> Arguments:
-    """The checked arguments of `routed_mlp` with adapters: as in `adapted_mlp_arguments`, but tokens are plain."""
+    """The checked arguments of `routed_mlp` with adapters: as in `adapted_mlp_arguments`, with `max_rows` behind
+    `residuals`; tokens are plain.
+    """
     if isinstance(arguments[0], (QTensor, StraightThrough)):
         raise TypeError(
             "`x` of routed_mlp with adapters: quantised, expected a plain tensor, because adapters read the tokens "
             "themselves; pass these."
         )
-    return _of_mlp("routed_mlp", routed_arguments, arguments, 11)
+    return _of_mlp("routed_mlp", routed_arguments, arguments, 12)
 
 
 def _of_mlp(name: str, check: Any, arguments: tuple[Any, ...], count: int) -> Arguments:

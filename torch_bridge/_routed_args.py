@@ -17,7 +17,8 @@ from grouped_core.calls import ArraySpec
 from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Mlp, MlpSpecs, Residuals
 from grouped_core.recipes import BoundRecipe
-from grouped_core.routing_spec import check_routed_mlp
+from grouped_core.routed import row_count
+from grouped_core.routing_spec import check_routed_mlp, max_rows_option
 from torch_bridge._args import (
     Arguments,
     Members,
@@ -46,6 +47,7 @@ def routed_arguments(
     wo_bias: Members | None,
     recipe: Any,
     residuals: str | Residuals,
+    max_rows: int | None,
     wgrad_accum: Any,
     implementation: str | Sequence[str] | None,
     caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
@@ -60,6 +62,7 @@ def routed_arguments(
         )
     base = (x, wi, wo, saturate(experts), rhs_transposed, activation, weights, wi_bias, wo_bias, recipe, residuals)
     of_tokens: dict[str, Any] = {"operation": "routed_mlp", "names": ROUTED_NAMES, "check": _check}
+    of_tokens["max_rows"] = max_rows_option(max_rows)
     return mlp_arguments(*base, wgrad_accum, implementation, caches, **of_tokens)
 
 
@@ -73,7 +76,7 @@ def _check(
     _check_routing(tokens, experts, weights)
     of_wi, of_wo, *of_biases = weight_specs(op, wi, wo, biases, first)
     of_tokens: Any = packed_spec(tokens, rows=True)
-    count = of_tokens.shape[0] * int(experts.shape[1])
+    count = row_count(op.max_rows, of_tokens.shape[0] * int(experts.shape[1]))
     of_x = ArraySpec((count, of_tokens.shape[1]), of_tokens.dtype)
     specs = MlpSpecs(of_x, of_wi, of_wo, ArraySpec((count,), dtype_name(weights.dtype)), *of_biases)
     checked = specs
@@ -100,7 +103,8 @@ def rows_of_tokens(given: Arguments) -> Any:
 
     Where rows are quantised it is a number, because lengths of their forms are no multiples of a symbol.
     """
-    rows, recipe = given.x.shape[0] * int(given.sizes.shape[1]), given.checked.op.recipe
+    op = given.checked.op
+    rows, recipe = row_count(op.max_rows, given.x.shape[0] * int(given.sizes.shape[1])), op.recipe
     operands = [given.x, *given.weights, *[each for _, each in given.base]]
     quantised = recipe is not None and recipe.quantized
     return int(rows) if quantised or any(isinstance(each, QTensor) for each in operands) else rows

@@ -50,6 +50,7 @@ def routed_mlp(
     wo_bias: Members | None = None,
     recipe: Recipe | BoundRecipe | None = None,
     residuals: str | Residuals = "save_fc1",
+    max_rows: int | None = None,
     wgrad_accum: Accumulators | None = None,
     out: Tensor | None = None,
     grad_input: Tensor | None = None,
@@ -75,6 +76,8 @@ def routed_mlp(
         wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, wgrad_accum, implementation: as in `grouped_mlp`.
         residuals: what is kept besides tokens and maps: "save_all" the hidden [M, W] and activated rows [M, F],
             "save_fc1" the hidden rows, "save_input" nothing. The choice does not change the bits.
+        max_rows: room for rows; places beyond, the last in the order of experts, then tokens, add nothing and have no
+            gradient. None: T k, one for each place.
         out, grad_input: the caller's buffers for y and the gradient of x, both [T, K], as in `grouped_linear`.
         lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum: as in `grouped_mlp`.
 
@@ -84,6 +87,7 @@ def routed_mlp(
             written, or the operation is differentiated twice.
     """
     arguments = (x, experts, weights, wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals)
+    arguments = (*arguments, max_rows)
     names, options = (ROUTED.name, _adapted_mlp.ROUTED_NAME), (lora_scaling, lora_dropout, lora_key)
     of_lora = (lora, options, wgrad_accum, lora_wgrad_accum)
     return _adapted_mlp.run_mlp(names, arguments, *of_lora, implementation, out, grad_input, cast=_CAST)

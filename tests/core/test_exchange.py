@@ -170,6 +170,17 @@ def test_budgets_of_tokens() -> None:
     assert (none.budget, none.rows) == (1, 4)
 
 
+@pytest.mark.rule("LYR-18", "LYR-10")
+def test_rows_of_experts_have_the_room_of_a_budget_of_slots() -> None:
+    large = {"ranks": 4, "experts": 64, "tokens": 1000, "slots": 8}
+    for factor in (0.5, 1.25):
+        apart, once = (exchange_option("test", **large, budget_factor=factor, once=each) for each in (False, True))
+        assert (apart.max_rows, once.max_rows) == (None, apart.rows)
+    # Without a factor there is room for all; so there is where a rank has one expert, and rows one slot each.
+    assert exchange_option("test", **large, once=True).max_rows is None
+    assert exchange_option("test", **large | {"experts": 4}, budget_factor=100.0, once=True).max_rows is None
+
+
 @pytest.mark.rule("ERR-1", "LYR-9")
 def test_refusals() -> None:
     with asserts.refused(ValueError, ("experts of test", "8 over 3 ranks", "a multiple of 3", "give every rank")):

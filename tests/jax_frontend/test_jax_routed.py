@@ -60,9 +60,10 @@ def call(a: dict[str, Any], experts: Any, **options: Any) -> Any:
     )
 
 
-def in_parts(a: dict[str, Any], experts: Any, **options: Any) -> Any:
+def in_parts(a: dict[str, Any], experts: Any, max_rows: int | None = None, **options: Any) -> Any:
     """The same from rows that are kept."""
-    rows, sizes, permutation = route.permute(a["x"], experts, a["wo"].shape[0], probs=a["weights"])
+    of_rows: dict[str, Any] = {"probs": a["weights"], "max_rows": max_rows}
+    rows, sizes, permutation = route.permute(a["x"], experts, a["wo"].shape[0], **of_rows)
     biases = {"wi_bias": a["wi_bias"], "wo_bias": a["wo_bias"]}
     y = grouped_mlp(rows, a["wi"], a["wo"], sizes, probs=permutation.probs, **biases, **options)
     return route.unpermute(y, permutation)
@@ -116,11 +117,12 @@ RECIPES = {recipe.name: recipe for recipe in (FP8Block, MXFP8, FP8Current, NVFP4
 
 
 @pytest.mark.rule("LYR-16", "MLP-2")
-@pytest.mark.matrix(policy=POLICIES, recipe=("none", *RECIPES))
-def test_the_bits_are_those_of_rows(policy: str, recipe: str) -> None:
+@pytest.mark.matrix(policy=POLICIES, recipe=("none", *RECIPES), room=(None, 40, 1000))
+def test_the_bits_are_those_of_rows(policy: str, recipe: str, room: int | None) -> None:
+    """Also where some of the 72 slots have no room."""
     quantized = recipe != "none"
     a, experts, dy = problem(hidden=128, width=128, dtype="bfloat16") if quantized else problem(dtype="bfloat16")
-    options = {"residuals": policy, "recipe": RECIPES.get(recipe)}
+    options = {"residuals": policy, "recipe": RECIPES.get(recipe), "max_rows": room}
     found, pull = jax.vjp(jax.jit(lambda a: call(a, experts, **options)), a)
     expected, of_parts = jax.vjp(jax.jit(lambda a: in_parts(a, experts, **options)), a)
     asserts.bitwise(found, expected, "y")
@@ -412,13 +414,15 @@ def test_the_result_may_lie_in_the_callers_buffer() -> None:
     [
         (ValueError, {"x": jnp.ones((T, 4))}, ("`x`", "(24, 4)", "(M, 10) to match `wi`", "check the operands")),
         (ValueError, {"wi": jnp.ones((2, H, 2 * F))}, ("`", "expected", "group", "")),
+        (ValueError, {"max_rows": 0}, ("`max_rows` of routed_mlp", "0", "expected 1 or more", "every slot")),
         (TypeError, {"x": np.float64(1)}, ("`x`", "float64", "expected a JAX or NumPy array [T, K]", "convert")),
     ],
 )
 def test_refusals(kind: type[Exception], change: dict[str, Any], fragments: tuple[str, ...]) -> None:
     a, experts, _ = problem()
+    options = {name: change[name] for name in change.keys() - a.keys()}
     with asserts.refused(kind, fragments):
-        call(a | change, experts)
+        call(a | change, experts, **options)
 
 
 @pytest.mark.rule("ERR-2")

@@ -49,8 +49,8 @@ def _slots(tokens: int = T, k: int = K, experts: int = E, *, away: bool = True) 
     return chosen, leaf(tensor(draw(tokens, k, seed="weights")).abs())
 
 
-def _composed(p: Layer, experts: Tensor, weights: Tensor, **options: Any) -> Tensor:
-    rows, sizes, permutation = route.permute(p.x, experts, p.wi.shape[0], probs=weights)
+def _composed(p: Layer, experts: Tensor, weights: Tensor, max_rows: int | None = None, **options: Any) -> Tensor:
+    rows, sizes, permutation = route.permute(p.x, experts, p.wi.shape[0], probs=weights, max_rows=max_rows)
     biases = {"wi_bias": p.wi_bias, "wo_bias": p.wo_bias}
     y = grouped_mlp(rows, p.wi, p.wo, sizes, probs=permutation.probs, **biases, **options)
     return route.unpermute(y, permutation)
@@ -75,12 +75,17 @@ def _same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 @pytest.mark.rule("LYR-16", "LYR-5", "LYR-6", "MLP-8")
-@pytest.mark.matrix(recipe=RECIPES, residuals=POLICIES, dtype=("float32", "bfloat16"), bias=(False, True))
-def test_it_has_the_bits_of_rows_that_are_kept(recipe: Any, residuals: str, dtype: str, bias: bool) -> None:
+@pytest.mark.matrix(
+    recipe=RECIPES, residuals=POLICIES, dtype=("float32", "bfloat16"), bias=(False, True), room=(None, 30, 1000)
+)
+def test_it_has_the_bits_of_rows_that_are_kept(
+    recipe: Any, residuals: str, dtype: str, bias: bool, room: int | None
+) -> None:
+    """Also where some of the 66 places have no room."""
     p = layer(T, E, 128, 64, dtype=dtype, bias=bias)
     experts, weights = _slots()
     dy = tensor(draw(T, 128, seed="dy", dtype=dtype))
-    options = {"recipe": recipe, "residuals": residuals}
+    options = {"recipe": recipe, "residuals": residuals, "max_rows": room}
     ours, theirs = (run(p, experts, weights, **options) for run in (_routed, _composed))
     asserts.bitwise(ours, theirs, "y")
     operands = _operands(p, weights)
@@ -344,14 +349,17 @@ def test_autocast_casts_tokens_and_weights() -> None:
 
 
 @pytest.mark.rule("GRD-12", "LYR-16")
-@pytest.mark.matrix(recipe=RECIPES, residuals=POLICIES, listed=(False, True))
-def test_compiled_calls_have_the_bits_of_eager_ones(recipe: Any, residuals: str, listed: bool) -> None:
+@pytest.mark.matrix(recipe=RECIPES, residuals=POLICIES, listed=(False, True), room=(None, 30))
+def test_compiled_calls_have_the_bits_of_eager_ones(
+    recipe: Any, residuals: str, listed: bool, room: int | None
+) -> None:
     p, (experts, weights) = layer(T, E, 128, 64), _slots()
     wi: Any = [leaf(each) for each in p.wi] if listed else p.wi
 
     def run(x: Tensor, weights: Tensor) -> Tensor:
         biases = {"wi_bias": p.wi_bias, "wo_bias": p.wo_bias}
-        return routed_mlp(x * 2, experts, weights, wi, p.wo, **biases, recipe=recipe, residuals=residuals)
+        options: dict[str, Any] = {"recipe": recipe, "residuals": residuals, "max_rows": room}
+        return routed_mlp(x * 2, experts, weights, wi, p.wo, **biases, **options)
 
     leaves = [p.x, weights, p.wo, p.wi_bias, *(wi if listed else [wi])]
     found = [
@@ -424,6 +432,8 @@ def _call(**changed: Any) -> Tensor:
             ["`x` of routed_mlp", "fp8_tensor contracting axis 1", "single rows", "mxfp8"],
         ),
         ({"activation": ["swiglu"]}, ValueError, ["`kind` of Activation", "['swiglu']", "expected one of", "choose"]),
+        ({"max_rows": 0}, ValueError, ["`max_rows` of routed_mlp", "0", "expected 1 or more", "every slot"]),
+        ({"max_rows": 2.0}, TypeError, ["`max_rows` of routed_mlp", "2.0", "expected an integer", "pass an int"]),
         ({"residuals": {}}, ValueError, ["`residuals`", "{}", "expected one of save_all", "choose"]),
         ({"recipe": (BF16, BF16)}, TypeError, ["`recipe`", "tuple", "expected None or a Recipe", "pass one"]),
         ({"recipe": ()}, TypeError, ["`recipe`", "tuple", "expected None or a Recipe", "pass one"]),

@@ -42,18 +42,21 @@ def fused_mlp(
     first_microbatch: bool | None = None,
     *,
     routed: bool = False,
+    max_rows: int | None = None,
 ) -> Tensor:
     """Runs both layers and the activation between them as one operation.
 
     Args:
         state: of delayed scaling of both products; None: each layer has its own, or none.
         routed: whether x are tokens; then `group_sizes` and `probs` are their experts and weights.
+        max_rows: of tokens, as in `routed_mlp`.
     """
     if (fc1.quantized_weights or fc2.quantized_weights) and is_compiling():
         _primary.refuse_export()
         return _uncompiled(
             *(fc1, fc2, activation, residuals, x, group_sizes, probs, out, grad_input, state, first_microbatch),
             routed=routed,
+            max_rows=max_rows,
         )
     parameters = (fc1.weight_parameters(), fc2.weight_parameters())
     if fc1.accumulate_into_main_grad != fc2.accumulate_into_main_grad:
@@ -77,7 +80,7 @@ def fused_mlp(
         name, operands = ROUTED.name, (rows, group_sizes, probs, wi, wo, True, activation, *biases)
     else:
         name, operands = mlp.MLP.name, (rows, wi, wo, group_sizes, True, activation, probs, *biases)
-    operands = (*operands, recipe, residuals)
+    operands = (*operands, recipe, residuals, *([max_rows] if routed else []))
     if fc1.lora.rank or fc2.lora.rank:
         name = _adapted_mlp.ROUTED_NAME if routed else _adapted_mlp.NAME
         adapters, owners = _adapters(fc1, fc2, home(x), dtype)
@@ -203,12 +206,13 @@ class GroupedMLP(ScaledModule):
         grad_input: Tensor | None,
         *,
         routed: bool = False,
+        max_rows: int | None = None,
     ) -> Tensor:
         """`forward`; with `routed` that of tokens, and `group_sizes` and `probs` are their experts and weights."""
         if first is not None:
             check_microbatch(first)
         operands = (*self._as_given, x, group_sizes, probs, out, grad_input, self.scaling_state, first)
-        return fused_mlp(*self._layers(), *operands, routed=routed)
+        return fused_mlp(*self._layers(), *operands, routed=routed, max_rows=max_rows)
 
     def _layers(self) -> tuple[GroupedLinear, GroupedLinear]:
         held: Any = self._modules  # faster than attributes of the module

@@ -91,6 +91,7 @@ class RoutedMLP(GroupedMLP):
         experts: Tensor,
         weights: Tensor,
         *,
+        max_rows: int | None = None,
         is_first_microbatch: bool | None = None,
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
@@ -98,12 +99,13 @@ class RoutedMLP(GroupedMLP):
         """y [T, H] of x [T, H]: the sum over the places of a token of weights times the MLP of its expert.
 
         Args:
-            x: [T, H]. experts: integers [T, k]. weights: [T, k], as in `routed_mlp`.
+            x: [T, H]. experts: integers [T, k]. weights: [T, k]. max_rows: room for rows; all as in `routed_mlp`.
             is_first_microbatch, out, grad_input: as in `GroupedMLP`; the buffers are [T, H].
 
         Raises what `routed_mlp` raises.
         """
-        return self.run(x, experts, weights, is_first_microbatch, out, grad_input, routed=True)
+        operands = (x, experts, weights, is_first_microbatch, out, grad_input)
+        return self.run(*operands, routed=True, max_rows=max_rows)
 
 
 class MoE(Module):
@@ -297,7 +299,9 @@ class MoE(Module):
             tokens = cast_rows(tokens, compute_dtype(tokens, self.experts.linear_fc1.weight_parameters()[0].dtype))
             layer = Layer(
                 *(self.process_group, self.transport, self.num_experts, self.chunks),
-                lambda _, *arrived: self.experts(*arrived, is_first_microbatch=is_first_microbatch),
+                lambda _, *arrived, room: self.experts(
+                    *arrived, max_rows=room, is_first_microbatch=is_first_microbatch
+                ),
                 partial(self._shared, tokens, is_first_microbatch),
             )
             y, aux = layer.run(tokens, weights, chosen, aux)
