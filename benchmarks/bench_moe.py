@@ -299,27 +299,6 @@ def bench(layer: Layer, device: str, names: list[str], budget_s: float) -> list[
     return rows
 
 
-REPEATS = 10
-"""Calls of a part that a thunk makes."""
-
-
-def captured(call: Callable[[], Any], device: str) -> harness.Thunk:
-    """`call` as a thunk that repeats it; on a GPU replayed from a graph."""
-
-    def repeat() -> None:
-        for _ in range(REPEATS):
-            call()
-
-    if device == "cpu":
-        return lambda _: repeat()
-    repeat()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        repeat()
-    return lambda _: graph.replay()
-
-
 def bench_parts(layer: Layer, device: str, budget_s: float) -> None:
     """Prints the time of each part of routing, and its share of the copy rate where bytes bound it."""
     work, route = make_work(layer, device), torch_bridge.route
@@ -346,10 +325,10 @@ def bench_parts(layer: Layer, device: str, budget_s: float) -> None:
     }
     clock = harness.cpu_clock if device == "cpu" else harness.cuda_clock
     with torch.no_grad():
-        thunks = {name: captured(call, device) for name, (call, _) in parts.items()}
+        thunks = {name: harness.captured(call, device) for name, (call, _) in parts.items()}
         timings = harness.measure(thunks, clock=clock, budget_s=budget_s)
     for name, timing in timings.items():
-        took_us = timing.median_us / REPEATS
+        took_us = timing.median_us / harness.REPEATS
         share = parts[name][1] / rate / (took_us * 1e-6)
         of_copy = f"{share:>8.2f} of the copy rate" if share else ""
         print(f"{layer.name:<16}{name:<32}{took_us:>10.1f} us{of_copy}", flush=True)

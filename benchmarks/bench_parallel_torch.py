@@ -7,14 +7,14 @@
 Weak scaling: every rank has the tokens and the experts of the shape, so the layer of P ranks has P times as many of
 both. "scaling" is the time of one rank without an exchange over that of P ranks, forward and backward. "shared beside"
 computes a shared expert while tokens travel, "shared after" when they are back, "once_per_rank" sends a token to a rank
-once. "raw" is an `all_to_all_single` of one
-way of all parts, and GB/s are what a rank sends to others.
+once. "raw" is an `all_to_all_single` of one way of all parts, and GB/s are what a rank sends to others.
 
 `--local` times what a rank of eight does beside its experts: it chooses the order, gathers tokens, or quantises them
 and gathers codes and scales ("packing"), and adds up the rows that come back ("unpacking"). "GB/s" are the bytes that
 these steps must move, the zeros of unused budget among them, "share" is that rate over a copy's. In the row "local
 parts" ms are those of a step, in which tokens and gradients each go both ways, and the share is that of the layer's
-time, forward and backward. Recipes with one scale for many rows send no codes.
+time, forward and backward. They are replayed from graphs of ten calls, because their launches cost the host more than
+the GPU; a layer's launches hide behind its products. Recipes with one scale for many rows send no codes.
 """
 
 from __future__ import annotations
@@ -73,6 +73,12 @@ def milliseconds(call: Callable[[], Any], device: str, rounds: int = ROUNDS) -> 
     clock = harness.cuda_clock if device == "cuda" else harness.cpu_clock
     times = [clock(lambda _: call(), at, 1) for at in range(rounds)]
     return float(torch.tensor(times).median()) / 1e3
+
+
+def replayed(call: Callable[[], Any], device: str) -> float:
+    """As `milliseconds`, of calls replayed from a graph: several launches of a few microseconds each."""
+    thunk = harness.captured(call, device)
+    return milliseconds(lambda: thunk(0), device) / harness.REPEATS
 
 
 def drawn(shape: tuple[int, ...], device: str, seed: int) -> Tensor:
@@ -282,7 +288,7 @@ def parts(op: exchange.Exchange, x: Tensor, chosen: Tensor, device: str, copied:
             continue
         with torch.no_grad():
             sent = _exchange.send(op, x, chosen, probs, codes)
-            row["ms"] = milliseconds(lambda codes=codes: _exchange.send(op, x, chosen, probs, codes), device)
+            row["ms"] = replayed(lambda codes=codes: _exchange.send(op, x, chosen, probs, codes), device)
         rows = int((sent.source >= 0).sum())
         if sent.values is not None:
             assert sent.scales is not None, "codes have scales"
@@ -294,7 +300,7 @@ def parts(op: exchange.Exchange, x: Tensor, chosen: Tensor, device: str, copied:
     with torch.no_grad():
         sent = _exchange.send(op, x, chosen, probs)
         came = torch.empty_like(sent.rows).copy_(sent.rows)
-        taken = milliseconds(lambda: _exchange.sums(came, sent.source, sent.inverse), device)
+        taken = replayed(lambda: _exchange.sums(came, sent.source, sent.inverse), device)
     moved = int((sent.source >= 0).sum()) * a_row + x.nbytes
     row = {"variant": "unpacking, tokens", "ms": taken}
     return [*found, row | {"GB/s": moved / taken / 1e6, "share": moved / taken * 1e3 / copied}]

@@ -113,6 +113,29 @@ def queue_clock(thunk: Thunk, index: int, sets: int) -> float:
 COPY_BYTES = 2 << 30
 
 
+REPEATS = 10
+"""Calls that a thunk of `captured` makes."""
+
+
+def captured(call: Callable[[], Any], device: str) -> Thunk:
+    """`call` as a thunk that repeats it; on a GPU replayed from a graph, so that launches cost no time on the host."""
+
+    def repeat() -> None:
+        for _ in range(REPEATS):
+            call()
+
+    if device == "cpu":
+        return lambda _: repeat()
+    import torch
+
+    repeat()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        repeat()
+    return lambda _: graph.replay()
+
+
 def copy_rate(device: str) -> float:
     """Bytes read and written per second by a large copy: the upper bound for memory-bound work."""
     import torch
