@@ -7,7 +7,8 @@
 Weak scaling: every rank has the tokens and the experts of the shape, so the layer of P ranks has P times as many of
 both. "scaling" is the time of one rank without an exchange over that of P ranks, forward and backward. "shared beside"
 computes a shared expert while tokens travel, "shared after" when they are back, "once_per_rank" sends a token to a rank
-once. "raw" is an `all_to_all_single` of one way of all parts, and GB/s are what a rank sends to others.
+once, "captured" replays the step from a CUDA graph. "raw" is an `all_to_all_single` of one way of all parts, and GB/s are
+what a rank sends to others.
 
 `--local` times what a rank of eight does beside its experts: it chooses the order, gathers tokens, or quantises them
 and gathers codes and scales ("packing"), and adds up the rows that come back ("unpacking"). "GB/s" are the bytes that
@@ -112,12 +113,13 @@ class Variant(NamedTuple):
     shared: str | None = None
     recipe: Recipe | None = None
     once: bool = False
+    captured: bool = False
 
     @property
     def label(self) -> str:
         parts = [self.transport, f"{self.chunks} chunks" if self.chunks > 1 else ""]
         parts += [f"shared {self.shared}" if self.shared else "", self.recipe.name if self.recipe else ""]
-        parts += ["once_per_rank" if self.once else ""]
+        parts += ["once_per_rank" if self.once else "", "captured" if self.captured else ""]
         return ", ".join(each for each in parts if each)
 
 
@@ -135,6 +137,9 @@ def variants(transports: list[str]) -> list[Variant]:
             Variant(transport, recipe=MXFP8),
             Variant(transport, once=True),
             Variant(transport, recipe=MXFP8, once=True),
+            Variant(transport, captured=True),
+            Variant(transport, once=True, captured=True),
+            Variant(transport, recipe=MXFP8, once=True, captured=True),
         )
     ]
 
@@ -151,13 +156,19 @@ def spread(name: str, shape: Shape, device: str, factor: float, transports: list
     rows: Rows = []
     alone: dict[Any, float] = {}
 
-    def one_rank(shared: bool, recipe: Recipe | None) -> float:
-        key = (shared, recipe and recipe.name)
+    def one_rank(variant: Variant) -> float:
+        key = (variant.shared is None, variant.recipe and variant.recipe.name, variant.captured)
         if key not in alone:
-            own = router[: shape.own]
-            given: dict[str, Any] = {"shared": of_shared_expert if shared else None, "recipe": recipe}
-            alone[key] = milliseconds(lambda: step(lambda: moe(x, own, wi, wo, shape.k, **given)[0], leaves), device)
+            own, shared = router[: shape.own], None if variant.shared is None else of_shared_expert
+            given: dict[str, Any] = {"shared": shared, "recipe": variant.recipe}
+            alone[key] = timed(lambda: step(lambda: moe(x, own, wi, wo, shape.k, **given)[0], leaves), variant)
         return alone[key]
+
+    def timed(call: Callable[[], Any], variant: Variant) -> float:
+        if not variant.captured:
+            return milliseconds(call, device)
+        thunk = harness.captured(call, device, repeats=1)
+        return milliseconds(lambda: thunk(0), device)
 
     for variant in variants(transports):
         row: dict[str, Any] = {"shape": name, "ranks": ranks, "variant": variant.label}
@@ -175,9 +186,9 @@ def spread(name: str, shape: Shape, device: str, factor: float, transports: list
             dropped[:] = [aux.dropped]
             return y + of_shared(x, of_shared_expert) if variant.shared == "after" else y
 
-        row["one_ms"] = one_rank(variant.shared is not None, variant.recipe)
+        row["one_ms"] = one_rank(variant)
         dist.barrier()
-        row["ms"] = milliseconds(lambda layer=layer: step(layer, leaves), device)
+        row["ms"] = timed(lambda layer=layer: step(layer, leaves), variant)
         row["scaling"] = row["one_ms"] / row["ms"]
         row["dropped"] = int(dropped[0])
     rows.extend(raw(name, shape, device, factor, transports))

@@ -114,24 +114,28 @@ COPY_BYTES = 2 << 30
 
 
 REPEATS = 10
-"""Calls that a thunk of `captured` makes."""
+"""Calls that a thunk of `captured` usually makes."""
 
 
-def captured(call: Callable[[], Any], device: str) -> Thunk:
+def captured(call: Callable[[], Any], device: str, repeats: int = REPEATS) -> Thunk:
     """`call` as a thunk that repeats it; on a GPU replayed from a graph, so that launches cost no time on the host."""
 
     def repeat() -> None:
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             call()
 
     if device == "cpu":
         return lambda _: repeat()
     import torch
 
-    repeat()
+    beside = torch.cuda.Stream()  # where autograd warms up for a capture
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        repeat()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads, such as that which watches over collectives, may call CUDA during the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         repeat()
     return lambda _: graph.replay()
 

@@ -101,7 +101,8 @@ def tokens_with_one_expert_per_rank_keep_their_bits(mesh: DeviceMesh) -> None:
     """Those that are sent once per expert; so do all tokens of a group of one rank."""
     own, ranks = E // mesh.size(), mesh.size()
     random = np.random.default_rng(mesh.get_rank())
-    spread = np.stack([random.permutation(ranks)[:K] for _ in range(T)]) * own + random.integers(0, own, (T, K))
+    spread = np.stack([random.permutation(ranks)[:K] for _ in range(T)]) * own
+    spread += random.integers(0, own, spread.shape)
     alone = init_device_mesh(mesh.device_type, (ranks, 1), mesh_dim_names=("data", "expert"))["expert"]
     for part, experts in ((mesh, spread), (alone, experts_of(T, K, E))):
         router, wi, wo = weights_of(mesh, torch.bfloat16)
@@ -110,7 +111,7 @@ def tokens_with_one_expert_per_rank_keep_their_bits(mesh: DeviceMesh) -> None:
             x = leaf(drawn(mesh, T, H, seed=mesh.get_rank(), dtype=torch.bfloat16))
             given = (x, leaf(router), leaf(own_part(wi, part)), leaf(own_part(wo, part)))
             options: dict[str, Any] = {"experts": torch.from_numpy(experts).to(x.device), "once_per_rank": once}
-            y, _ = parallel.moe(*given, K, process_group=part.get_group(), **options)
+            y, _ = parallel.moe(*given, experts.shape[1], process_group=part.get_group(), **options)
             y.backward(drawn(mesh, T, H, seed="dy", dtype=y.dtype))
             found.append([y.detach(), *(each.grad for each in given)])
         for mine, theirs in zip(*found, strict=True):
