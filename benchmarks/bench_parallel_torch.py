@@ -7,8 +7,8 @@
 Weak scaling: every rank has the tokens and the experts of the shape, so the layer of P ranks has P times as many of
 both. "scaling" is the time of one rank without an exchange over that of P ranks, forward and backward. "shared beside"
 computes a shared expert while tokens travel, "shared after" when they are back, "once_per_rank" sends a token to a rank
-once, "captured" replays the step from a CUDA graph. "raw" is an `all_to_all_single` of one way of all parts, and GB/s are
-what a rank sends to others.
+once, "captured" replays the step from a CUDA graph. "raw" is an `all_to_all_single` of one way of all parts, and GB/s
+are what a rank sends to others.
 
 `--local` times what a rank of eight does beside its experts: it chooses the order, gathers tokens, or quantises them
 and gathers codes and scales ("packing"), and adds up the rows that come back ("unpacking"). "GB/s" are the bytes that
