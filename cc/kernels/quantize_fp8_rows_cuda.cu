@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm<kFrom>)
                              : static_cast<const char*>(p.source) + weight * p.rows * pitch;
   const bool vectors = has_vectors(from);
   from += kBytes<kFrom> * (column + at.column);
+  const char* const lines = from + first * pitch;  // where rows are not gathered
   Eight<kFrom> raw[kVector];
   if (p.gather.places) {
     const int lane = threadIdx.x % 32, own = lane < min(end - first, kVector) ? p.gather.row(first + lane) : -1;
@@ -89,14 +90,14 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm<kFrom>)
       const int row = __shfl_sync(~0u, own, i);
       take(from + max(row, 0) * pitch, row >= 0 && at.column < tile.columns, &raw[i]);
     }
-  } else if (from += first* pitch; vectors) {
+  } else if (vectors) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) take(from + i * pitch, i < count, &raw[i]);
+    for (int i = 0; i < kVector; ++i) take(lines + i * pitch, i < count, &raw[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       raw[i] = {};
-      if (i < count) take_singly<kFrom>(from + i * pitch, &raw[i]);
+      if (i < count) take_singly<kFrom>(lines + i * pitch, &raw[i]);
     }
   }
   float factors[kVector];
