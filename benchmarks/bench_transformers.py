@@ -151,6 +151,10 @@ CANDIDATES: dict[str, Candidate] = {
         f"ours, {recipe.name}": Candidate(NAME, recipe)
         for recipe in (torch_bridge.FP8Block, torch_bridge.FP8Delayed, FAST, torch_bridge.MXFP8)
     },
+    **{
+        f"ours, {recipe.name}, compiled": Candidate(NAME, recipe, compiled=True)
+        for recipe in (torch_bridge.FP8Block, torch_bridge.FP8Delayed)
+    },
 }
 DEFAULT = {
     "train": list(CANDIDATES),
