@@ -111,8 +111,8 @@ def _sent(static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> Sent:
     source, found, inverse, dropped, weights, entries, values, scales = call(
         _SEND, static, SendOperands(x, experts, probs, count), static.tokens
     )
-    several = (source.shape[0], Exchange(*static[:-1]).slots_of_row)
-    facts = (source, found.view(several), inverse, dropped, weights.view(several), entries)
+    rows = source.shape[0]
+    facts = (source, found.view(rows, -1), inverse, dropped, weights.view(rows, -1), entries)
     if static.codes is None:
         return Sent(values, *facts, None, None)
     return Sent(_stand_in(x, (values.shape[0], x.shape[1])), *facts, values, scales)

@@ -361,7 +361,8 @@ class Layer(NamedTuple):
         for number, finish in enumerate(pending):
             arrived = finish()
             lost = lost + arrived.dropped
-            results = self.experts(number, *arrived[:3], room=arrived.max_rows)
+            of_tokens = (arrived.rows, arrived.experts, arrived.weights)
+            results = self.experts(number, *of_tokens, room=arrived.max_rows)
             coming.append(_begin_combine(self.transport, results, arrived.handle))
         (whole,) = _routing.summed(self.process_group.group_name, torch.cat([aux.load, lost.reshape(1)]))
         found = [finish() for finish in coming]
