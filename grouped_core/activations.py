@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grouped_core.hashing import hashed_once
+from grouped_core.literals import fields_of, literal
 
 Array = NDArray[np.float64]
 Parameter = Any
@@ -195,6 +196,7 @@ class Activation:
         offset: added to the linear half after its clamp.
         beta1, beta2: ranges of the two tanh of `situ_glu`.
         interleave: block s in which gate and linear columns alternate; None: all gate columns, then all linear ones.
+        text: all of these as a literal, for graphs.
 
     Raises:
         ValueError: an unknown kind, a parameter that its kind does not have, or one out of range.
@@ -207,6 +209,7 @@ class Activation:
     beta1: Parameter = ...
     beta2: Parameter = ...
     interleave: int | None = None
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kind = KINDS.get(self.kind) if isinstance(self.kind, str) else None
@@ -217,6 +220,7 @@ class Activation:
         for name in _PARAMETERS:
             object.__setattr__(self, name, self._checked(name, getattr(self, name), kind.defaults))
         self._check_interleave()
+        object.__setattr__(self, "text", literal("Activation", [getattr(self, name) for name in _FIELDS]))
 
     def _checked(self, name: str, value: Parameter, defaults: Mapping[str, float]) -> float | None:
         if value is ...:
@@ -270,6 +274,9 @@ class Activation:
         values = {name: getattr(self, name) for name in _PARAMETERS}
         numbers = {name: (math.inf if name == "limit" else 0.0) if v is None else v for name, v in values.items()}
         return {"kind": kind.case_of or self.kind, **numbers, **kind.fixed, "interleave": self.interleave or 0}
+
+
+_FIELDS = fields_of(Activation)
 
 
 def resolve(activation: str | Activation) -> Activation:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from grouped_core.hashing import hashed_once
+from grouped_core.literals import fields_of, literal
 
 
 @hashed_once
@@ -40,6 +41,7 @@ class Format:
         rotate: where rows are contracted, blocks go through a Hadamard transform.
         four_over_six: "nvfp4": "absolute" or "square" errors choose one of two scales per block; "" takes the first.
         full_range: with four_over_six: groups are scaled to 2688, as without it, instead of 1536.
+        text: all of these as a literal, for graphs.
 
     Raises:
         ValueError: options that the format does not have.
@@ -61,6 +63,7 @@ class Format:
     rotate: bool = False
     four_over_six: str = ""
     full_range: bool = False
+    text: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         allowed = {
@@ -86,6 +89,8 @@ class Format:
             )
         if not 0 <= self.eps < float("inf"):
             raise ValueError(f"`eps` of format {self.name}: {self.eps}, expected a finite number >= 0; pass one.")
+        object.__setattr__(self, "eps", float(self.eps))
+        object.__setattr__(self, "text", literal("Format", [getattr(self, name) for name in _FIELDS]))
 
     @property
     def plain(self) -> bool:
@@ -125,7 +130,7 @@ class Format:
         """The parameters of native calls that quantise in this format, by their names in cc/api/calls.h."""
         values = {name: getattr(self, name) for name in PARAMS}
         flags = {name: int(value) for name, value in values.items() if isinstance(value, bool)}
-        return {**values, **flags, "eps": float(self.eps)}
+        return {**values, **flags}
 
     @property
     def per_group(self) -> bool:
@@ -150,6 +155,8 @@ class Format:
         """The format of the form contracted along rows, or along the other axis, which is never rotated."""
         return self.replace(rotate=False) if self.rotate and not rows else self
 
+
+_FIELDS = fields_of(Format)
 
 PARAMS = (
     *("rule", "block", "block_outer", "segment", "turned", "pow2", "eps", "starts_at_one"),

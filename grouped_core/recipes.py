@@ -17,6 +17,7 @@ from typing import Any
 
 from grouped_core.formats import FORMATS, PLAIN, Format, wide
 from grouped_core.hashing import hashed_once
+from grouped_core.literals import fields_of, literal
 
 FP32_MODES = ("tf32", "tf32x3", "ieee")
 """How products of float32 operands use tensor cores; each mode is more accurate than the one before it."""
@@ -53,6 +54,7 @@ class Recipe:
             refuses it, "from_dequantized" makes the form from the dequantised values.
         history: number of steps in the amax history of delayed scaling. margin: its scales are smaller by 2^margin.
         amax_algorithm: of delayed scaling: the "max" of the history, or its "most_recent" entry.
+        text: all of these as a literal, for graphs.
 
     Raises:
         TypeError: a value is not a pair of formats, or not an integer. ValueError: an option has an invalid value, or
@@ -71,6 +73,7 @@ class Recipe:
     history: int = 1024
     margin: int = 0
     amax_algorithm: str = "max"
+    text: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
@@ -116,6 +119,7 @@ class Recipe:
         object.__setattr__(self, "_quantized", any(not fmt.plain for fmt in cells))
         object.__setattr__(self, "_delayed", any(fmt.delayed for fmt in cells))
         object.__setattr__(self, "_stochastic", any(fmt.stochastic for fmt in cells))
+        object.__setattr__(self, "text", literal("Recipe", [getattr(self, name) for name in _FIELDS]))
 
     def _started(self, fmt: Format) -> Format:
         """The format with `starts_at_one` where rows must not share a scale that is found in them."""
@@ -182,6 +186,9 @@ class BoundRecipe:
             raise ValueError(
                 f"`state` of recipe {name}: given, expected None, because it has no delayed scaling; bind no state."
             )
+
+
+_FIELDS = fields_of(Recipe)
 
 
 def _name_of(forward: tuple[Format, Format]) -> str:

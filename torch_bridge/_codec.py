@@ -7,7 +7,7 @@ Operators carry static facts as text, because torch's compile caches keep them b
 
 from __future__ import annotations
 
-import dataclasses
+import ast
 import json
 from functools import lru_cache
 from typing import Any
@@ -17,6 +17,7 @@ from grouped_core.calls import ArraySpec, QuantizedSpec
 from grouped_core.formats import Format, QTensor
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
+from grouped_core.literals import fields_of
 from grouped_core.mlp_spec import Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
@@ -26,13 +27,15 @@ from torch_bridge._tensors import CachedLayout, ExtrasLayout, Form, PairLayout, 
 
 _FIELDS: dict[type[Any], tuple[str, ...]] = {Residuals: ("policy",)}  # its other fields belong to JAX
 _KINDS: dict[str, Any] = {"Residuals": Residuals}
+_TEXTS = (Activation, Format, Recipe)
+"""Classes whose objects have their fields as one text, so that a graph has one constant of each, and one guard."""
 
 
 def register(*kinds: type[Any]) -> None:
     """Adds dataclasses and named tuples to those that are converted, field by field."""
     for kind in kinds:
         fields: Any = getattr(kind, "_fields", None)  # of a named tuple
-        _FIELDS[kind] = tuple([each.name for each in dataclasses.fields(kind)]) if fields is None else fields
+        _FIELDS[kind] = fields_of(kind) if fields is None else fields
         _KINDS[kind.__name__] = kind
 
 
@@ -46,6 +49,8 @@ register(
 def to_tuples(value: Any) -> Any:
     """`value` as nested tuples, each of which starts with the name of its class."""
     kind = type(value)
+    if kind in _TEXTS:
+        return ("text", value.text)
     if kind in _FIELDS:
         return (kind.__name__, *[to_tuples(getattr(value, name)) for name in _FIELDS[kind]])
     if isinstance(value, tuple):
@@ -64,10 +69,18 @@ def from_tuples(value: Any) -> Any:
     if not isinstance(value, (tuple, list)):  # JSON has only lists
         return value
     name, *parts = value
+    if name == "text":
+        return _from_literal(parts[0])
     parts = [from_tuples(each) for each in parts]
     if name == "list":
         return parts
     return tuple(parts) if name == "tuple" else _KINDS[name](*parts)
+
+
+@lru_cache(maxsize=4096)
+def _from_literal(text: str) -> Any:
+    """The object of a class of `_TEXTS` whose text this is."""
+    return from_tuples(ast.literal_eval(text))
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,32 @@
+"""Frozen dataclasses as text, which a traced graph holds as one constant instead of one per field.
+
+The text is a Python literal of nested tuples, each of which starts with the name of its class. It is made with the
+object and kept in its attribute `text`; Dynamo can trace how it is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+
+def fields_of(kind: type[Any]) -> tuple[str, ...]:
+    """The names of the fields that the constructor of a dataclass takes, in order."""
+    return tuple([each.name for each in dataclasses.fields(kind) if each.init])
+
+
+def literal(kind: str, values: Sequence[Any]) -> str:
+    """The literal of an object.
+
+    Args:
+        kind: the name of its class. values: of its fields; each is a constant, an object that has a `text`, or a tuple
+            of these.
+    """
+    return f"({kind!r}, {', '.join([_literal(each) for each in values])})"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, tuple):
+        return literal("tuple", value)
+    return value.text if hasattr(value, "text") else repr(value)
