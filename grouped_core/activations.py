@@ -196,7 +196,6 @@ class Activation:
         offset: added to the linear half after its clamp.
         beta1, beta2: ranges of the two tanh of `situ_glu`.
         interleave: block s in which gate and linear columns alternate; None: all gate columns, then all linear ones.
-        text: all of these as a literal, for graphs.
 
     Raises:
         ValueError: an unknown kind, a parameter that its kind does not have, or one out of range.
@@ -209,7 +208,6 @@ class Activation:
     beta1: Parameter = ...
     beta2: Parameter = ...
     interleave: int | None = None
-    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kind = KINDS.get(self.kind) if isinstance(self.kind, str) else None
@@ -220,7 +218,7 @@ class Activation:
         for name in _PARAMETERS:
             object.__setattr__(self, name, self._checked(name, getattr(self, name), kind.defaults))
         self._check_interleave()
-        object.__setattr__(self, "text", literal("Activation", [getattr(self, name) for name in _FIELDS]))
+        object.__setattr__(self, "_text", literal("Activation", [getattr(self, name) for name in _FIELDS]))
 
     def _checked(self, name: str, value: Parameter, defaults: Mapping[str, float]) -> float | None:
         if value is ...:
@@ -249,6 +247,11 @@ class Activation:
         if isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 1:
             raise ValueError(f"`interleave` of Activation: {s!r}, expected None or a block of 1 or more; use an int.")
         object.__setattr__(self, "interleave", int(s))
+
+    @property
+    def text(self) -> str:
+        """The fields as a literal, which a traced graph holds in place of the object."""
+        return self.__dict__["_text"]
 
     @property
     def gated(self) -> bool:

@@ -41,7 +41,6 @@ class Format:
         rotate: where rows are contracted, blocks go through a Hadamard transform.
         four_over_six: "nvfp4": "absolute" or "square" errors choose one of two scales per block; "" takes the first.
         full_range: with four_over_six: groups are scaled to 2688, as without it, instead of 1536.
-        text: all of these as a literal, for graphs.
 
     Raises:
         ValueError: options that the format does not have.
@@ -63,7 +62,6 @@ class Format:
     rotate: bool = False
     four_over_six: str = ""
     full_range: bool = False
-    text: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         allowed = {
@@ -90,7 +88,12 @@ class Format:
         if not 0 <= self.eps < float("inf"):
             raise ValueError(f"`eps` of format {self.name}: {self.eps}, expected a finite number >= 0; pass one.")
         object.__setattr__(self, "eps", float(self.eps))
-        object.__setattr__(self, "text", literal("Format", [getattr(self, name) for name in _FIELDS]))
+        object.__setattr__(self, "_text", literal("Format", [getattr(self, name) for name in _FIELDS]))
+
+    @property
+    def text(self) -> str:
+        """The fields as a literal, which a traced graph holds in place of the object."""
+        return self.__dict__["_text"]
 
     @property
     def plain(self) -> bool:

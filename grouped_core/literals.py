@@ -1,7 +1,7 @@
 """Frozen dataclasses as text, which a traced graph holds as one constant instead of one per field.
 
 The text is a Python literal of nested tuples, each of which starts with the name of its class. It is made with the
-object and kept in its attribute `text`; Dynamo can trace how it is made.
+object, in steps that Dynamo can trace, and is no field: copies by field make their own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 
 def fields_of(kind: type[Any]) -> tuple[str, ...]:
-    """The names of the fields that the constructor of a dataclass takes, in order."""
-    return tuple([each.name for each in dataclasses.fields(kind) if each.init])
+    """The names of the fields of a dataclass, in order."""
+    return tuple([each.name for each in dataclasses.fields(kind)])
 
 
 def literal(kind: str, values: Sequence[Any]) -> str:

@@ -54,7 +54,6 @@ class Recipe:
             refuses it, "from_dequantized" makes the form from the dequantised values.
         history: number of steps in the amax history of delayed scaling. margin: its scales are smaller by 2^margin.
         amax_algorithm: of delayed scaling: the "max" of the history, or its "most_recent" entry.
-        text: all of these as a literal, for graphs.
 
     Raises:
         TypeError: a value is not a pair of formats, or not an integer. ValueError: an option has an invalid value, or
@@ -73,7 +72,6 @@ class Recipe:
     history: int = 1024
     margin: int = 0
     amax_algorithm: str = "max"
-    text: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
@@ -119,11 +117,16 @@ class Recipe:
         object.__setattr__(self, "_quantized", any(not fmt.plain for fmt in cells))
         object.__setattr__(self, "_delayed", any(fmt.delayed for fmt in cells))
         object.__setattr__(self, "_stochastic", any(fmt.stochastic for fmt in cells))
-        object.__setattr__(self, "text", literal("Recipe", [getattr(self, name) for name in _FIELDS]))
+        object.__setattr__(self, "_text", literal("Recipe", [getattr(self, name) for name in _FIELDS]))
 
     def _started(self, fmt: Format) -> Format:
         """The format with `starts_at_one` where rows must not share a scale that is found in them."""
         return fmt.replace(starts_at_one=self.batch_invariant) if fmt.delayed else fmt
+
+    @property
+    def text(self) -> str:
+        """The fields as a literal, which a traced graph holds in place of the object."""
+        return self.__dict__["_text"]
 
     @property
     def quantized(self) -> bool:

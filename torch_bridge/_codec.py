@@ -12,6 +12,8 @@ import json
 from functools import lru_cache
 from typing import Any
 
+from torch import Tensor
+
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, QuantizedSpec
 from grouped_core.formats import Format, QTensor
@@ -48,6 +50,8 @@ register(
 
 def to_tuples(value: Any) -> Any:
     """`value` as nested tuples, each of which starts with the name of its class."""
+    if value is None or isinstance(value, Tensor):  # most arguments, and Dynamo interprets every step of this
+        return value
     kind = type(value)
     if kind in _TEXTS:
         return ("text", value.text)
