@@ -130,9 +130,16 @@ def test_both_gradients(kernel, case, rank, dtype, axis, wide):
 
 @pytest.mark.rule("LOR-4", "GRP-4", "GRP-5", "GRP-6", "GRP-9")
 @pytest.mark.matrix(
-    kernel=KERNELS, case=MANY, rank=(8, 16, 32), dtype=("bfloat16", "float16"), axis=(1, 2), wide=(False, True)
+    kernel=KERNELS,
+    case=MANY,
+    rank=(8, 16, 32),
+    dtype=("bfloat16", "float16"),
+    axis=(1, 2),
+    wide=(False, True),
+    valid=lambda kernel, case, **_: case.n <= 520 or "_cpu" not in kernel,
 )
 def test_many_groups(kernel, case, rank, dtype, axis, wide):
+    """Clusters take several groups; wide results are shared by more CTAs, of which there are none on a CPU."""
     g, results = grads_of(case, dtype, rank, axis), ("float32" if wide else dtype, dtype)
     check(kernel, g, results)
     run = Native(kernel, check=False)

@@ -300,6 +300,21 @@ def test_rows_and_options_may_change(form: str, dynamic: bool | None) -> None:
         same(found[1], found[0], f"for {rows} rows")
 
 
+@pytest.mark.parametrize("recipe", [DELAYED, recipes.NVFP4], ids=lambda r: r.name)
+def test_a_recipe_is_one_constant_of_a_graph(recipe: Recipe) -> None:
+    """Its fields one by one would take most of the time that a compilation has, and a guard each in every call."""
+    one, graphs = setup("grouped_mlp", False, recipe=recipe, **BF16), []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(one.run, fullgraph=True, backend=backend)(one.x)
+    (node,) = [each for each in graphs[0].graph.nodes if each.op == "call_function" and "_node" in each.name]
+    assert sum(str(each).count(recipe.text) for each in node.args) == 1
+    assert recipe.forward[0].name not in str(node.args).replace(recipe.text, "")
+
+
 @pytest.mark.matrix(form=("grouped_linear", "grouped_mlp"), recipe=ALL, saved=("quantized", "input"))
 def test_changing_rows_do_not_recompile(form: str, recipe: Recipe, saved: str) -> None:
     """Lengths of every form, padded ones too, follow from the symbol."""
