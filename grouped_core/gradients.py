@@ -208,7 +208,8 @@ def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tu
     """Whether backward reads forms of x and of w that forward makes; otherwise it reads the inputs of forward."""
     values = reads_values(op, needs, has_scale)
     x = recipe.saved == "quantized" and needs.w and not recipe.wgrad[0].plain and not values
-    return x, (needs.x or values) and not recipe.dgrad[1].plain
+    w = recipe.saved_weights == "quantized" and (needs.x or values) and not recipe.dgrad[1].plain
+    return x, w
 
 
 @lru_cache(maxsize=1024)

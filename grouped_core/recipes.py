@@ -54,6 +54,9 @@ class Recipe:
             refuses it, "from_dequantized" makes the form from the dequantised values.
         history: number of steps in the amax history of delayed scaling. margin: its scales are smaller by 2^margin.
         amax_algorithm: of delayed scaling: the "max" of the history, or its "most_recent" entry.
+        saved_weights: what forward saves of the weight for dgrad: the form that dgrad reads ("quantized"), a byte per
+            weight of an 8-bit format; or the caller's array ("input"), which backward quantises to the same bits, so
+            that nothing of the size of the weights is kept.
 
     Raises:
         TypeError: a value is not a pair of formats, or not an integer. ValueError: an option has an invalid value, or
@@ -72,6 +75,7 @@ class Recipe:
     history: int = 1024
     margin: int = 0
     amax_algorithm: str = "max"
+    saved_weights: str = "quantized"
 
     def __post_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
@@ -92,6 +96,7 @@ class Recipe:
             ("fp32", FP32_MODES),
             ("accumulate", ACCUMULATE_MODES),
             ("saved", SAVED),
+            ("saved_weights", SAVED),
             ("requantize", (None, "from_dequantized")),
             ("amax_algorithm", AMAX_ALGORITHMS),
         )

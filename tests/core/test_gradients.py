@@ -242,6 +242,19 @@ def test_a_scaled_bias_alone():
 
 
 @pytest.mark.parametrize("saved", SAVED)
+def test_weights_are_saved_as_dgrad_reads_them_or_as_they_came(saved):
+    op = Linear(NAMES, transposed=True, recipe=FP8Current.replace(saved_weights=saved))
+    x, w, dy = ArraySpec((7, 32), "bfloat16"), ArraySpec((3, 16, 32), "bfloat16"), ArraySpec((7, 16), "bfloat16")
+    run, needs, sizes = Planner(), Needs(bias=False, row_scale=False), ArraySpec((3,), "int32")
+    found = gradients.linear_forward(run, op, x, w, sizes, needs=needs)
+    assert (found.w is w) == (saved == "input")
+    assert sum(each is not None for each in run.calls[1].outputs) == (4 if saved == "quantized" else 2)
+    run.calls = []
+    gradients.linear_backward(run, op, (x, w, None, None), found.x, found.w, sizes, None, None, dy, needs)
+    assert [call.name for call in run.calls].count("quantize") == (1 if saved == "quantized" else 2)
+
+
+@pytest.mark.parametrize("saved", SAVED)
 def test_magnitudes_are_found_once_where_somebody_wants_them(saved):
     """Of x and w in forward, of dy in backward; an operand that is stored a second time is not measured again."""
     op = Linear(NAMES, transposed=True, recipe=FP8Delayed.replace(saved=saved))

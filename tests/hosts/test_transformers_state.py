@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.asserts import bitwise, refused
 from tests.hosts.families import experts_module, families, problem, results
 from tests.hosts.models import experts_of, gradients, model, tokens
+from tests.torch_frontend.torch_tools import allocations, counted_launches
 from torch_bridge import MXFP8, FP8Block, FP8Current, FP8Delayed, grouped_mlp, route, routed_mlp
 from torch_bridge.integrations.transformers import NAME, prepare, register, update_scaling
 
@@ -70,6 +71,37 @@ def test_a_recipe_is_that_of_the_operation(registered: Any, recipe: Any) -> None
         bitwise(module(x, ids, weights), ours, "the recipe of prepare")
     with register(recipe=FP8Delayed):
         bitwise(module(x, ids, weights), ours, "the recipe of prepare, before that of register")
+
+
+@pytest.mark.rule("HST-1", "HST-5")
+@pytest.mark.parametrize("recipe", [FP8Block, FP8Delayed], ids=lambda each: each.name)
+def test_weights_are_saved_as_codes_or_as_they_are(registered: Any, recipe: Any) -> None:
+    """Without a choice, as codes where these take less than the host's own path would keep of rows."""
+    found, kept, quantised = {}, {}, {}
+    for saved, rows in (("quantized", 9), ("input", 9), (None, 9), (None, 300)):
+        module = experts_of(_model(recipe))[0]
+        x = torch.randn(rows, 128, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        ids, weights = torch.arange(2 * rows).view(rows, 2) % 8, torch.full((rows, 2), 0.5)
+        leaves = [x, module.gate_up_proj, module.down_proj]
+        with register(saved_weights=saved):
+            with allocations() as made:
+                y = module(x, ids, weights)
+            codes = [each for each in made if not each.expired()]
+            with counted_launches() as calls:
+                found[saved, rows] = torch.autograd.grad(y.sum(), leaves)
+        kept[saved, rows], quantised[saved, rows] = len(codes), calls.count("quantize")
+    for one, two in zip(found["quantized", 9], found["input", 9], strict=True):
+        bitwise(two, one, "a gradient")
+    assert kept["input", 9] == kept["quantized", 9] - 4, "codes and scales of two weights"
+    assert quantised["input", 9] == quantised["quantized", 9] + 2
+    assert kept[None, 9] == kept["input", 9], "a few rows beside 8 experts"
+    assert kept[None, 300] == kept["quantized", 9], "many rows"
+
+
+def test_an_unknown_way_to_save_weights_is_refused(registered: Any) -> None:
+    words = ["`saved_weights` of register: 'codes'", "expected None or one of quantized, input", "choose one"]
+    with refused(ValueError, words):
+        register(saved_weights="codes")
 
 
 def test_delayed_scaling_without_a_state_is_refused(registered: Any) -> None:

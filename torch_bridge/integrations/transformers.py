@@ -22,7 +22,7 @@ from torch.nn import Module
 from grouped_core.activations import Activation
 from grouped_core.linear_spec import implementation_names
 from grouped_core.mlp_spec import Residuals, residuals_option
-from grouped_core.recipes import BoundRecipe, Recipe
+from grouped_core.recipes import SAVED, BoundRecipe, Recipe
 from torch_bridge.integrations._activations import facts_of, recognised
 from torch_bridge.mlp import grouped_mlp
 from torch_bridge.nn._checks import check_recipe
@@ -53,6 +53,8 @@ class _Options:
     recipe: Recipe | None
     residuals: str | Residuals
     implementation: str | Sequence[str] | None
+    saved_weights: str | None
+    lighter: Recipe | None  # the recipe, saving weights as they are
 
 
 class Registration:
@@ -91,7 +93,7 @@ _ACTIVE: list[Registration] = []
 def _came() -> str:
     """What a registration replaces in the registry, in words."""
     if _ACTIVE:
-        options = vars(_ACTIVE[-1]._options).items()
+        options = [each for each in vars(_ACTIVE[-1]._options).items() if each[0] != "lighter"]
         return f"register({', '.join([f'{name}={value!r}' for name, value in options if value is not None])})"
     theirs = _host().ALL_EXPERTS_FUNCTIONS.get(NAME)
     return "nothing" if theirs is None else f"{theirs.__module__}.{theirs.__name__}"
@@ -142,6 +144,7 @@ def register(
     recipe: Recipe | None = None,
     residuals: str | Residuals = "save_fc1",
     implementation: str | Sequence[str] | None = None,
+    saved_weights: str | None = None,
 ) -> Registration:
     """Makes `experts_implementation="jax_grouped"` known to transformers.
 
@@ -153,6 +156,9 @@ def register(
         recipe: formats of both products, for all models that `prepare` gave none. One with delayed scaling keeps a
             state in each experts module, so `prepare` the model.
         residuals, implementation: as in `routed_mlp`.
+        saved_weights: of the recipe, also of that of `prepare`. None: "quantized", which is faster, where the codes of
+            the weights need no more memory than the library's `grouped_mm` path would keep in rows beyond ours, else
+            "input". The bits are the same.
 
     Returns:
         What was replaced, with `undo()`; also a context manager.
@@ -164,7 +170,11 @@ def register(
     """
     check_recipe("register", recipe)
     implementation_names(implementation)
-    options = _Options(recipe, residuals_option(residuals), implementation)
+    if saved_weights not in (None, *SAVED):
+        raise ValueError(
+            f"`saved_weights` of register: {saved_weights!r}, expected None or one of {', '.join(SAVED)}; choose one."
+        )
+    options = _Options(recipe, residuals_option(residuals), implementation, saved_weights, _lighter(recipe))
     moe = _host()
     known = inspect.signature(moe.use_experts_implementation).parameters.values()
     later = tuple([(each.name, each.default) for each in known if each.kind is each.KEYWORD_ONLY])
@@ -205,7 +215,7 @@ def _experts(
         "activation": _activation(module, flags["has_gate"]),
         "wi_bias": biases[0],
         "wo_bias": biases[1],
-        "recipe": _recipe(module, options.recipe, x),
+        "recipe": _recipe(module, options, x, lighter=_saves_input(options.saved_weights, x, experts, wi, wo)),
         "residuals": options.residuals,
         "implementation": options.implementation,
     }
@@ -247,11 +257,34 @@ def _activation(module: Any, gated: bool) -> Activation:
     return found
 
 
-def _recipe(module: Any, registered: Recipe | None, x: Tensor) -> Recipe | BoundRecipe | None:
+def _lighter(recipe: Recipe | None) -> Recipe | None:
+    """The recipe, saving weights as they are."""
+    return None if recipe is None else recipe.replace(saved_weights="input")
+
+
+def _saves_input(asked: str | None, x: Tensor, experts: Tensor, wi: Tensor, wo: Tensor) -> bool:
+    """Whether weights are saved as they are, and not as codes of a byte each.
+
+    Args:
+        asked: the option of `register`. x: [T, H]. experts: [T, k]. wi, wo: weights of H W and F H elements per expert.
+    """
+    if asked is not None:
+        return asked == "input"
+    # Of T k rows the library keeps the gathered tokens, the hidden rows (W elements), what its activation makes of them
+    # (W more), and the result before its probability; ours keep the hidden rows and the tokens themselves.
+    (tokens, hidden), rows = x.shape, experts.numel()
+    width = wi.numel() // (wi.shape[0] * hidden)
+    spare = x.element_size() * (rows * (width + 2 * hidden) - tokens * hidden)
+    return wi.numel() + wo.numel() > spare
+
+
+def _recipe(module: Any, options: _Options, x: Tensor, *, lighter: bool) -> Recipe | BoundRecipe | None:
     """The recipe of `prepare`, else that of `register`, with the state of the module."""
     state = module._modules.get(NAME)
     if state is not None:
-        return bound(state.scaling_recipe, state.scaling_state, x, training=module.training)
+        own = state.lighter if lighter else state.scaling_recipe
+        return bound(own, state.scaling_state, x, training=module.training)
+    registered = options.lighter if lighter else options.recipe
     if registered is not None and registered.delayed:
         raise ValueError(
             f"`recipe` of register: {registered.name}, but {type(module).__name__} has no state of delayed scaling, "
@@ -274,6 +307,7 @@ class RecipeState(ScaledModule):
     def __init__(self, recipe: Recipe, groups: int, device: Any) -> None:
         super().__init__()
         self.init_state(recipe, groups, 2, device)
+        self.lighter = _lighter(recipe)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
