@@ -362,6 +362,26 @@ def test_parts_that_lie_apart_are_not_dequantised() -> None:
 # The weight cache
 
 
+@pytest.mark.rule("QNT-5", "MLP-10")
+@pytest.mark.parametrize("recipe", [DELAYED, recipes.FP8Block], ids=lambda r: r.name)
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_weights_saved_as_they_came_have_the_same_bits_beside_a_cache(form: str, listed: bool, recipe: Recipe) -> None:
+    """The layer then caches what forward reads alone, and backward quantises the Parameter."""
+    found = []
+    for saved in recipes.SAVED:
+        one = setup(form, listed, recipe=recipe.replace(saved_weights=saved), **BF16)
+        found.append(
+            [each for at, first in enumerate((True, False)) for each in seeded(one, at, is_first_microbatch=first)]
+        )
+        with counted_launches() as calls:
+            seeded(one, 2, is_first_microbatch=False)
+        found[-1].append(calls.count("quantize"))
+    weights = 2 if form == "GroupedMLP" else 1
+    assert found[1].pop() == found[0].pop() + weights
+    same(found[1], found[0])
+
+
 @pytest.mark.rule("QNT-5", "GRD-11")
 @by_recipe
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
