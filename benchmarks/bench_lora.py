@@ -9,7 +9,8 @@
 The experts' MLP of sorted rows whose x needs a gradient: with frozen weights alone, and with adapters of both weights.
 "adapters" is the time over that of the same base without them, "base" that of a frozen base over the bf16 one.
 `--products` shows a row per product of a step that has `--rank` columns or rows: u = x A, v = dy B^T, and the gradients
-of A and B, of wi and wo; "share" is the rate of the bytes of its operands and its result over that of a copy.
+of A and B, of wi and wo, and "v, dB", the call that makes both from one pass over dy; "share" is the rate of the bytes
+of operands and results over that of a copy.
 """
 
 from __future__ import annotations
@@ -78,36 +79,47 @@ def thunks_of(work: Work, bases: list[str]) -> dict[str, harness.Thunk]:
 
 PRODUCTS = {"u": (1, 2), "v": (1, 1), "dA": (0, 0), "dB": (0, 0)}
 """The contracted axes of both operands."""
+BOTH = "v, dB"
 
 
 def product_thunk(name: str, work: Work, width: tuple[int, int], rank: int, kernel: str) -> tuple[harness.Thunk, float]:
     """A product with A [G, r, K] or B [G, N, r], (K, N) = `width`, and the bytes of its operands and its result."""
     rows, groups, (k, n) = len(work.x), len(work.sizes), width
+    sizes = ArraySpec((groups,), "int32")
+    given: dict[str, Any] = {"recipe": BF16, "implementation": kernel}
+    if name == BOTH:
+        shapes = {"rows": (rows, n), "factor": (groups, n, rank), "low_rows": (rows, rank)}
+        specs = {each: ArraySpec(shape, "bfloat16") for each, shape in shapes.items()}
+        of_both = (specs["rows"], specs["factor"], 1, specs["low_rows"], sizes, ("bfloat16", "bfloat16"))
+        return launched(calls.low_rank_grads(*of_both, **given), specs, work)
     lhs, rhs = {
         "u": ((rows, k), (groups, rank, k)),
         "v": ((rows, n), (groups, n, rank)),
         "dA": ((rows, rank), (rows, k)),
         "dB": ((rows, n), (rows, rank)),
     }[name]
-    of_lhs, of_rhs = ArraySpec(lhs, "bfloat16"), ArraySpec(rhs, "bfloat16")
-    sizes = ArraySpec((groups,), "int32")
-    given: dict[str, Any] = {"recipe": BF16, "implementation": kernel}
-    call = calls.grouped_matmul(of_lhs, of_rhs, PRODUCTS[name], sizes, "bfloat16", **given)
-    (made,) = call.outputs
-    assert made is not None
-    left, right = (torch.randn(*each, device="cuda", dtype=torch.bfloat16) for each in (lhs, rhs))
-    run, _ = coded.launched(call, [{"lhs": left, "rhs": right, "group_sizes": work.sizes}])
-    return run, float(sum(coded.bytes_of(each) for each in (of_lhs, of_rhs, made)))
+    specs = {"lhs": ArraySpec(lhs, "bfloat16"), "rhs": ArraySpec(rhs, "bfloat16")}
+    call = calls.grouped_matmul(specs["lhs"], specs["rhs"], PRODUCTS[name], sizes, "bfloat16", **given)
+    return launched(call, specs, work)
+
+
+def launched(call: calls.Call, specs: dict[str, ArraySpec], work: Work) -> tuple[harness.Thunk, float]:
+    """A call on random operands of these specs, and the bytes of operands and results."""
+    device = work.x.device
+    drawn = {name: torch.randn(*each.shape, device=device, dtype=torch.bfloat16) for name, each in specs.items()}
+    run, _ = coded.launched(call, [{**drawn, "group_sizes": work.sizes}])
+    return run, float(sum(coded.bytes_of(each) for each in (*specs.values(), *call.outputs) if each is not None))
 
 
 def show_products(work: Work, layer: Layer, rank: int, kernels: list[str], budget: float) -> None:
     """Prints the time of each product with A and B, by each kernel, and its rate over that of a copy."""
-    copied = harness.copy_rate("cuda")
+    device = work.x.device.type
+    copied, clock = harness.copy_rate(device), harness.cuda_clock if device == "cuda" else harness.cpu_clock
     for of, width in (("wi", (layer.hidden, 2 * layer.width)), ("wo", (layer.width, layer.hidden))):
-        for name in PRODUCTS:
+        for name in (*PRODUCTS, BOTH):
             made = {kernel: product_thunk(name, work, width, rank, kernel) for kernel in kernels}
             thunks = {kernel: thunk for kernel, (thunk, _) in made.items()}
-            found = harness.measure(thunks, clock=harness.cuda_clock, budget_s=budget / 8)
+            found = harness.measure(thunks, clock=clock, budget_s=budget / 8)
             for kernel, (_, moved) in made.items():
                 took = found[kernel].median_us
                 share = moved / took * 1e6 / copied

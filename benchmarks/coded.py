@@ -77,20 +77,21 @@ def thunk(
 
 def launched(call: calls.Call, operands: list[dict[str, torch.Tensor]]) -> tuple[harness.Thunk, str]:
     """Returns (a thunk that launches the call on one of several sets of operands, by slot; the name of the kernel)."""
-    plan = plans.attempt(call, _native.device_arch(0))
+    device = next(iter(operands[0].values())).device
+    on_gpu = device.type == "cuda"
+    plan = plans.attempt(call, _native.device_arch(0) if on_gpu else "cpu")
     assert plan.kernel, plan.refusals
-    (output,) = call.outputs
-    assert output is not None
-    target = torch.empty(output.shape, dtype=_DTYPES[output.dtype], device="cuda")
-    space = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
-    held: list[tuple[Any, ...]] = [call.arrange(**each) for each in operands]
-    addresses = [
-        [*(0 if a is None else a.data_ptr() for a in arrays), target.data_ptr(), space.data_ptr()] for arrays in held
+    targets = [
+        None if each is None else torch.empty(each.shape, dtype=_DTYPES[each.dtype], device=device)
+        for each in call.outputs
     ]
+    space = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
+    held: list[tuple[Any, ...]] = [call.arrange(**each) for each in operands]
+    addresses = [[0 if each is None else each.data_ptr() for each in (*arrays, *targets, space)] for arrays in held]
 
     def run(i: int) -> Any:
-        plan.launch(addresses[i], torch.cuda.current_stream().cuda_stream)
-        return held[i], target, space  # keeps the operands alive
+        plan.launch(addresses[i], torch.cuda.current_stream().cuda_stream if on_gpu else 0)
+        return held[i], targets, space  # keeps the operands alive
 
     return run, plan.kernel
 
