@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grouped_core.hashing import hashed_once
-from grouped_core.literals import fields_of, literal
+from grouped_core.literals import Literal, fields_of, literal
 
 Array = NDArray[np.float64]
 Parameter = Any
@@ -185,7 +185,7 @@ def half_columns(width: int, interleave: int | None) -> tuple[NDArray[np.int64],
 
 @hashed_once
 @dataclass(frozen=True)
-class Activation:
+class Activation(Literal):
     """An activation and its parameters.
 
     Attributes:
@@ -247,11 +247,6 @@ class Activation:
         if isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 1:
             raise ValueError(f"`interleave` of Activation: {s!r}, expected None or a block of 1 or more; use an int.")
         object.__setattr__(self, "interleave", int(s))
-
-    @property
-    def text(self) -> str:
-        """The fields as a literal, which a traced graph holds in place of the object."""
-        return self.__dict__["_text"]
 
     @property
     def gated(self) -> bool:

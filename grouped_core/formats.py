@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from grouped_core.hashing import hashed_once
-from grouped_core.literals import fields_of, literal
+from grouped_core.literals import Literal, fields_of, literal
 
 
 @hashed_once
 @dataclass(frozen=True)
-class Format:
+class Format(Literal):
     """The format of one operand (numerics 2.5). Frozen and hashable; `replace` makes a variant.
 
     A plain format holds the values themselves. Others hold codes and decode scales (scale_inv): value = code * scale of
@@ -89,11 +89,6 @@ class Format:
             raise ValueError(f"`eps` of format {self.name}: {self.eps}, expected a finite number >= 0; pass one.")
         object.__setattr__(self, "eps", float(self.eps))
         object.__setattr__(self, "_text", literal("Format", [getattr(self, name) for name in _FIELDS]))
-
-    @property
-    def text(self) -> str:
-        """The fields as a literal, which a traced graph holds in place of the object."""
-        return self.__dict__["_text"]
 
     @property
     def plain(self) -> bool:

@@ -11,6 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 
+class Literal:
+    """A dataclass that keeps the literal of its fields in `_text`."""
+
+    @property
+    def text(self) -> str:
+        """The fields as a literal, which a traced graph holds in place of the object."""
+        return self.__dict__["_text"]
+
+
 def fields_of(kind: type[Any]) -> tuple[str, ...]:
     """The names of the fields of a dataclass, in order."""
     return tuple([each.name for each in dataclasses.fields(kind)])
@@ -20,8 +29,7 @@ def literal(kind: str, values: Sequence[Any]) -> str:
     """The literal of an object.
 
     Args:
-        kind: the name of its class. values: of its fields; each is a constant, an object that has a `text`, or a tuple
-            of these.
+        kind: the name of its class. values: of its fields; each is a constant, a `Literal`, or a tuple of these.
     """
     return f"({kind!r}, {', '.join([_literal(each) for each in values])})"
 
@@ -29,4 +37,4 @@ def literal(kind: str, values: Sequence[Any]) -> str:
 def _literal(value: Any) -> str:
     if isinstance(value, tuple):
         return literal("tuple", value)
-    return value.text if hasattr(value, "text") else repr(value)
+    return value.text if isinstance(value, Literal) else repr(value)

@@ -17,7 +17,7 @@ from typing import Any
 
 from grouped_core.formats import FORMATS, PLAIN, Format, wide
 from grouped_core.hashing import hashed_once
-from grouped_core.literals import fields_of, literal
+from grouped_core.literals import Literal, fields_of, literal
 
 FP32_MODES = ("tf32", "tf32x3", "ieee")
 """How products of float32 operands use tensor cores; each mode is more accurate than the one before it."""
@@ -32,7 +32,7 @@ __all__ = ["BF16", "FP16", "FP32", "MXFP8", "NVFP4", "FP8Block", "FP8Current", "
 
 @hashed_once
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Literal):
     """How the three products of a linear layer are computed. Frozen and hashable; `replace` makes a variant.
 
     Attributes:
@@ -127,11 +127,6 @@ class Recipe:
     def _started(self, fmt: Format) -> Format:
         """The format with `starts_at_one` where rows must not share a scale that is found in them."""
         return fmt.replace(starts_at_one=self.batch_invariant) if fmt.delayed else fmt
-
-    @property
-    def text(self) -> str:
-        """The fields as a literal, which a traced graph holds in place of the object."""
-        return self.__dict__["_text"]
 
     @property
     def quantized(self) -> bool:

@@ -215,7 +215,7 @@ def _experts(
         "activation": _activation(module, flags["has_gate"]),
         "wi_bias": biases[0],
         "wo_bias": biases[1],
-        "recipe": _recipe(module, options, x, lighter=_saves_input(options.saved_weights, x, experts, wi, wo)),
+        "recipe": _recipe(module, options, x, experts, wi, wo),
         "residuals": options.residuals,
         "implementation": options.implementation,
     }
@@ -278,19 +278,20 @@ def _saves_input(asked: str | None, x: Tensor, experts: Tensor, wi: Tensor, wo: 
     return wi.numel() + wo.numel() > spare
 
 
-def _recipe(module: Any, options: _Options, x: Tensor, *, lighter: bool) -> Recipe | BoundRecipe | None:
-    """The recipe of `prepare`, else that of `register`, with the state of the module."""
+def _recipe(
+    module: Any, options: _Options, x: Tensor, experts: Tensor, wi: Tensor, wo: Tensor
+) -> Recipe | BoundRecipe | None:
+    """The recipe of `prepare`, else that of `register`, with the state of the module; other arguments as above."""
     state = module._modules.get(NAME)
-    if state is not None:
-        own = state.lighter if lighter else state.scaling_recipe
-        return bound(own, state.scaling_state, x, training=module.training)
-    registered = options.lighter if lighter else options.recipe
-    if registered is not None and registered.delayed:
+    recipe, lighter = (options.recipe, options.lighter) if state is None else (state.scaling_recipe, state.lighter)
+    if state is None and recipe is not None and recipe.delayed:
         raise ValueError(
-            f"`recipe` of register: {registered.name}, but {type(module).__name__} has no state of delayed scaling, "
+            f"`recipe` of register: {recipe.name}, but {type(module).__name__} has no state of delayed scaling, "
             "expected one in each experts module; call `prepare(model, recipe=...)` before weights are loaded."
         )
-    return bound(registered, None, x, training=module.training)
+    if recipe is not None and recipe.quantized and _saves_input(options.saved_weights, x, experts, wi, wo):
+        recipe = lighter
+    return bound(recipe, None if state is None else state.scaling_state, x, training=module.training)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
