@@ -16,6 +16,8 @@ struct TileChoice {
 // What is left of 227 KiB beside 4 stages of 40 KiB goes to a fifth stage or to slots.
 inline constexpr TileChoice kManyStages = {192, 5, 1};
 inline constexpr TileChoice kManySlots = {192, 4, 4};
+// For long sums: both consumer warpgroups share a tile, and store at the same time.
+inline constexpr TileChoice kCooperative = {256, 4, 1};
 // For few columns, those of low-rank products: what counts is the rate at which rows arrive.
 inline constexpr TileChoice kNarrow = {64, 7, 2};
 // With an activation a slot is half as large, and three of them take turns.

@@ -240,7 +240,7 @@ inline std::string refuses_up(const GroupedMatmulAct& c) {
                    refuses_16_bytes({{"K", k, 8}, {"F", f, 8}}), refuses_row_tiles(m, c.group_sizes.dims[0], f, 64)});
 }
 
-// What does not depend on the weights' type; clears the counter.
+// What does not depend on the weights' type; clears the draws.
 inline UpParams up_params(const GroupedMatmulAct& call, const Context& context) {
   UpParams p{};
   set_rows(call, context.workspace, context.stream, &p);

@@ -43,7 +43,7 @@ std::string refuses(const GroupedMatmulAct& c, const Target& target) {
   return refuses_up(c);
 }
 
-size_t workspace(const GroupedMatmulAct&, const Target&) { return sizeof(unsigned long long); }
+size_t workspace(const GroupedMatmulAct&, const Target&) { return sizeof(RowDraws); }
 
 void launch(const GroupedMatmulAct& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;

@@ -15,11 +15,13 @@
 //   128 x 192   192 a thread   5 x 40 KiB   8 x 1 x 2 KiB   40 / 232    long sums
 //   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232    short sums
 //   128 x 64    64 a thread    7 x 24 KiB   8 x 2 x 2 KiB   40 / 232    few columns
+//   128 x 256   128 a thread   4 x 48 KiB   8 x 1 x 2 KiB   40 / 232    very long sums, shared by both warpgroups
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
 #include "cc/api/operands.h"
 #include "cc/device/common/group_factor.cuh"
+#include "cc/device/sm90/pipeline_cooperative.cuh"
 #include "cc/device/sm90/rows_matmul.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
@@ -49,6 +51,7 @@ struct ScaledRowsProduct : RowsProduct<T, Out, kWeights, Shape_> {
 
 template <const TileChoice& kChoice>
 using TileOf = TileShape<kChoice.cols, kChoice.stages, kChoice.slots>;
+using CooperativeTile = CooperativeShape<kCooperative.cols / 2, kCooperative.stages, kCooperative.slots>;
 
 template <class T, class Out, Major kWeights, class Shape>
 void launch_rows(const GroupedMatmul& call, HalvesParams p, void* stream) {
@@ -59,17 +62,21 @@ void launch_rows(const GroupedMatmul& call, HalvesParams p, void* stream) {
   p.first_depth = int32_t(call.rhs.dims[call.rhs_axis]);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
   if (call.rhs_up.present()) p.rhs_up = map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false);
-  if constexpr (kWeights == Major::k && std::is_same_v<T, __nv_bfloat16>) {
-    if (has_group_scales(call.scales)) {
-      ScaledParams scaled{};
-      static_cast<HalvesParams&>(scaled) = p;
-      scaled.lhs_scales = floats_or_null(call.scales.lhs_group_scales);
-      scaled.rhs_scales = floats_or_null(call.scales.rhs_group_scales);
-      using Scaled = ScaledRowsProduct<T, Out, kWeights, Shape>;
-      return launch_rows_product<Scaled>(grouped_product_sm90<Scaled>, scaled, stream);
+  if constexpr (std::is_same_v<Shape, CooperativeTile>) {
+    launch_rows_product<Product, Shape::kTileCols>(cooperative_product_sm90<Product>, p, stream);
+  } else {
+    if constexpr (kWeights == Major::k && std::is_same_v<T, __nv_bfloat16>) {
+      if (has_group_scales(call.scales)) {
+        ScaledParams scaled{};
+        static_cast<HalvesParams&>(scaled) = p;
+        scaled.lhs_scales = floats_or_null(call.scales.lhs_group_scales);
+        scaled.rhs_scales = floats_or_null(call.scales.rhs_group_scales);
+        using Scaled = ScaledRowsProduct<T, Out, kWeights, Shape>;
+        return launch_rows_product<Scaled>(grouped_product_sm90<Scaled>, scaled, stream);
+      }
     }
+    launch_rows_product<Product>(grouped_product_sm90<Product>, p, stream);
   }
-  launch_rows_product<Product>(grouped_product_sm90<Product>, p, stream);
 }
 
 template <class T, class Out, class Shape>
@@ -83,7 +90,11 @@ void launch_types(const GroupedMatmul& call, const HalvesParams& p, void* stream
   const TileChoice& tile = rows_tile_sm90(p.length, sizeof(Out), p.cols);
   if (&tile == &kNarrow) return launch_shape<T, Out, TileOf<kNarrow>>(call, p, stream);
   if constexpr (sizeof(Out) == 2) {
-    if (&tile == &kManyStages) return launch_shape<T, Out, TileOf<kManyStages>>(call, p, stream);
+    // Products with scales of groups are kernels of their own, which do without this tile.
+    if (&tile == &kCooperative && !has_group_scales(call.scales)) {
+      return launch_shape<T, Out, CooperativeTile>(call, p, stream);
+    }
+    if (&tile != &kManySlots) return launch_shape<T, Out, TileOf<kManyStages>>(call, p, stream);
   }
   return launch_shape<T, Out, TileOf<kManySlots>>(call, p, stream);
 }
@@ -116,7 +127,7 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
                    refuses_16_bytes({{"K", k, 8}, {"N", n, 8}}), refuses_row_tiles(m, c.group_sizes.dims[0], n, 128)});
 }
 
-size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned long long); }
+size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(RowDraws); }
 
 void launch(const GroupedMatmul& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;

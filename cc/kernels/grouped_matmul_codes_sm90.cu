@@ -53,7 +53,7 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
                    refuses_row_tiles(m, c.group_sizes.dims[0], n, 128)});
 }
 
-size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned long long); }
+size_t workspace(const GroupedMatmul&, const Target&) { return sizeof(RowDraws); }
 
 void launch(const GroupedMatmul& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;

@@ -155,9 +155,9 @@ struct DactProduct {
   }
 };
 
-// Workspace: counter and first tail row, then the partials.
+// Workspace: draws and first tail row, then the partials.
 struct alignas(256) DactHead {
-  unsigned long long counter;
+  RowDraws draws;
   int32_t valid_rows;
 };
 
@@ -181,11 +181,11 @@ inline size_t dact_workspace(const GroupedMatmulDact& c) {
   return sizeof(DactHead) + sizeof(float) * size_t(partials);
 }
 
-// What does not depend on the weights' type; clears the counter.
+// What does not depend on the weights' type; clears the draws.
 inline DactParams dact_params(const GroupedMatmulDact& call, const Context& context) {
   DactHead* head = static_cast<DactHead*>(context.workspace);
   DactParams p{};
-  set_rows(call, &head->counter, context.stream, &p);
+  set_rows(call, &head->draws, context.stream, &p);
   p.valid_rows = &head->valid_rows;
   p.row_scale = floats_or_null(call.row_scale);
   if (call.row_sum.present()) {

@@ -89,7 +89,7 @@ struct RowsProduct {
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t, Push push) {
     RowScan<> scan(p.sizes, p.groups, p.rows, (p.cols + Shape::kCols - 1) / Shape::kCols);
-    Draw draw(p.counter);
+    Draw draw(&p.draws->items);
     while (true) {
       const FoundItem found = scan.find(draw.take());
       Work work{};
@@ -155,6 +155,7 @@ struct Tf32ContractionParams {
   bool accumulate;            // to what `out` holds; whole sums alone
   bool clear;                 // `out` of groups without rows is set to zero
 };
+__device__ inline NoPace pace_of(const Tf32ContractionParams&, uint32_t) { return {}; }
 
 template <int kTerms>
 struct ContractionProduct {
@@ -275,7 +276,7 @@ SumCut cut_of(const GroupedMatmul& c) {
 
 // The workspace: the counter of items; of contractions also the scan of the sizes and, of cut sums, their parts.
 struct Room {
-  static constexpr size_t kScanAt = align_up(sizeof(unsigned long long));
+  static constexpr size_t kScanAt = align_up(sizeof(RowDraws));
   size_t parts_at, bytes;
 
   static Room of(const GroupedMatmul& c) {

@@ -1,6 +1,7 @@
 // The arithmetic that the wgmma kernels share, by brute force and without a GPU: who computes which tile, which address
 // a map's coordinates name, where an element lies in shared memory and where the descriptors look for it.
 // test_schedule.py compiles and runs this; each line of output is one property that held.
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -772,12 +773,15 @@ void tensor_map_failures() {
 void choices() {
   constexpr int kSharedBytes = 227 * 1024;
   for (int64_t contracted = 1; contracted <= 1 << 16; contracted += 1 + contracted / 16) {
-    for (int64_t choice = 0; choice < 4; ++choice) {
-      const int64_t out_bytes = choice % 2 ? 4 : 2, cols = choice < 2 ? 16 : 192;
+    for (int64_t choice = 0; choice < 8; ++choice) {
+      const int64_t out_bytes = choice % 2 ? 4 : 2, cols = std::array{16, 192, 4096, 2880}[choice / 2];
       const TileChoice& tile = rows_tile_sm90(contracted, out_bytes, cols);
       const int ring = tile.stages * (2 * kBlockBytes + tile.cols * 128), slot_bytes = 8 * tile.slots * kSlotBytes;
       EXPECT(ring + slot_bytes + kSlotBytes < kSharedBytes, "%d stages and %d slots", tile.stages, tile.slots);
       EXPECT(out_bytes == 2 || tile.slots >= 2, "four-byte results store twice as long");
+      const bool shared = &tile == &kCooperative;
+      EXPECT(shared == (contracted >= 6144 && out_bytes == 2 && cols == 4096), "%d columns for both warpgroups",
+             int(cols));
     }
   }
   std::puts("every choice of a tile fits shared memory");

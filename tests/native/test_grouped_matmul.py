@@ -150,6 +150,51 @@ def test_few_columns_have_the_bits_of_any_number(width, dtype, which, transposed
         asserts.bitwise(product(Native(other, check=False), which, p), found, other)
 
 
+# Rows so long that Hopper's clusters keep pace, and that a tile is shared by both warpgroups; of 520 columns the last
+# tile has 8. MANY_LONG_ROWS are several tiles for each cluster.
+LONG_ROWS = cases.Case("long_rows", (300, 0, 129, 513), 960, 6208, 520, frozenset())
+MANY_LONG_ROWS = cases.Case("many_long_rows", (9000, 61, 4000), 13100, 6208, 768, frozenset())
+
+
+@pytest.mark.gpu
+@pytest.mark.rule("MAT-8", "MAT-9", "GRP-5", "GRP-6")
+@pytest.mark.matrix(
+    which=("forward", "dgrad"),
+    dtype=("bfloat16", "float16"),
+    transposed=(False, True),
+    result=(None, "float32"),
+    epilogue=(False, True),
+)
+def test_long_rows(which, dtype, transposed, result, epilogue):
+    p = long_rows(LONG_ROWS, which, dtype, transposed=transposed)
+    options = {}
+    if epilogue:
+        options = {"bias": cases.normal((p.case.groups, 520), dtype, "bias"), "row_scale": p.row_scale}
+    product(Native("grouped_matmul_bf16_sm90"), which, p, result_dtype=result, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.rule("ALL-2", "MAT-3")
+@pytest.mark.parametrize("case", [LONG_ROWS, MANY_LONG_ROWS], ids=str)
+@pytest.mark.parametrize("which", ["forward", "dgrad"])
+def test_long_rows_have_the_same_bits_in_every_tile(which, case):
+    """Of 192 columns alone each warpgroup has a tile of its own."""
+    p = long_rows(case, which, "bfloat16", transposed=True)
+    run = Native("grouped_matmul_bf16_sm90", check=False)
+    found = product(run, which, p)
+    asserts.bitwise(product(run, which, p), found, "again")
+    axis = 2 if which == "dgrad" else 1
+    few = p._replace(w=np.ascontiguousarray(np.take(p.w, range(192), axis)))
+    few = few._replace(case=dataclasses.replace(case, **{"k" if which == "dgrad" else "n": 192}))
+    asserts.bitwise(product(run, which, few), found[:, :192], "192 columns")
+
+
+def long_rows(case: cases.Case, which: str, dtype: str, *, transposed: bool) -> cases.Problem:
+    """A problem whose product `which` contracts the longer axis of `case`."""
+    k, n = (case.n, case.k) if which == "dgrad" else (case.k, case.n)
+    return cases.problem(dataclasses.replace(case, k=k, n=n), dtype, transposed=transposed)
+
+
 @pytest.mark.rule("TE #2499")
 @pytest.mark.rule("MAT-11", "GRP-9")
 @pytest.mark.matrix(

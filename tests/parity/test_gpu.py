@@ -357,6 +357,25 @@ def test_batch_invariant_rows_do_not_see_the_batch(dtype):
     asserts.bitwise(alone, y[390:398], "rows alone")
 
 
+def test_products_with_long_rows_run_beside_one_another():
+    """Their clusters wait for one another, but not for clusters whose multiprocessors another product holds."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(9000, 8192, dtype=torch.bfloat16, generator=generator)
+    w = torch.randn(4, 768, 8192, dtype=torch.bfloat16, generator=generator)
+    sizes = torch.tensor([4000, 61, 0, 4939], dtype=torch.int32)
+    expected = torch_bridge.grouped_linear(x, w, sizes)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    found: list[torch.Tensor] = []
+    torch.cuda.synchronize()
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(torch_bridge.grouped_linear(x, w, sizes))
+    torch.cuda.synchronize()
+    for i, y in enumerate(found):
+        asserts.bitwise(y, expected, f"y of call {i}")
+
+
 def test_a_threads_first_call_finds_a_context():
     # Autograd's threads ask the runtime for nothing before our first tensor map.
     p = cases.problem(cases.named("tail"), "bfloat16", transposed=True)

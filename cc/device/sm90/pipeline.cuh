@@ -25,7 +25,7 @@ constexpr int kThreads = 384;
 // 128 rows by kCols.
 template <int kCols_, int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes>
 struct TileShape : ShellShape<2 * kBlockBytes + kCols_ * 128, kStages_, kSlots_, kSlotBytes_> {
-  static constexpr int kCols = kCols_;
+  static constexpr int kCols = kCols_, kTileCols = kCols_;
   static constexpr int kSets = 0;  // the epilogue has no operands
 
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 a thread at launch
@@ -70,10 +70,9 @@ class Turn {
 // Others multiply whole blocks, but with kShortEnd a last one of at most 16 elements, as adapters of rank 16 have it,
 // in one step: each number of steps is a copy of the code. Their first block is always whole, since with a path from
 // the cleared accumulators to that single step ptxas serialises every wgmma (C7515).
-template <class Product, int kHalves, int kCols>
+template <class Product, int kHalves, int kCols, class Turn_>
 __device__ inline void multiply(float (&acc)[2][Product::Shape::kCols / 2], Ring<Product::Shape::kStages>& ring,
-                                Turn<typename Product::Shape>& turn, int length, uint64_t lhs, uint64_t rhs,
-                                uint32_t barriers) {
+                                Turn_& turn, int length, uint64_t lhs, uint64_t rhs, uint32_t barriers) {
   using Shape = typename Product::Shape;
   constexpr int kTransposedA = Product::kLhsMajor != Major::k, kTransposedB = Product::kRhsMajor != Major::k;
   const int lane = threadIdx.x % 32;

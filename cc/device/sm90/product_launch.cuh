@@ -69,13 +69,13 @@ inline std::string refuses_bias(const TensorView& bias, DType beside_float) {
 
 // ---- products over rows ----
 
-// Operands and order of items but for maps and `cols`; sets `counter`, in the workspace, to zero.
+// Operands and order of items but for maps and `cols`; sets `draws`, in the workspace, to zero.
 template <class Call>
-void set_rows(const Call& call, void* counter, void* stream, RowsParams* p) {
+void set_rows(const Call& call, void* draws, void* stream, RowsParams* p) {
   p->sizes = call.group_sizes.template as<int32_t>();
-  p->counter = static_cast<unsigned long long*>(counter);
+  p->draws = static_cast<RowDraws*>(draws);
   // First, since it makes the device's context current, which the driver's encoder of maps asks for.
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p->counter, 0, sizeof(*p->counter), static_cast<cudaStream_t>(stream)));
+  GROUPED_CUDA_CHECK(cudaMemsetAsync(p->draws, 0, sizeof(*p->draws), static_cast<cudaStream_t>(stream)));
   p->rhs_table = call.rhs_table.present() ? call.rhs_table.template as<int64_t>() : nullptr;
   // Listed weights are addressed relative to any mapped address.
   p->rhs_base = reinterpret_cast<int64_t>(p->rhs_table != nullptr ? call.lhs.data : call.rhs.data);
@@ -158,8 +158,9 @@ void launch_pairs(ProductKernel<Product> kernel, const typename Product::Params&
 
 // A product over rows; its tiles are `kCols` wide.
 template <class Product, int kCols = Product::Shape::kCols>
-void launch_rows_product(ProductKernel<Product> kernel, const typename Product::Params& p, void* stream,
+void launch_rows_product(ProductKernel<Product> kernel, typename Product::Params p, void* stream,
                          unsigned threads = kThreads) {
+  p.paced = p.length >= kPacedLength;
   launch_pairs<Product>(kernel, p, most_row_tiles(p) * ((p.cols + 2 * kCols - 1) / (2 * kCols)), stream, threads);
 }
 

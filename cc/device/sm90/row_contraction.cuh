@@ -4,6 +4,7 @@
 
 #include "cc/device/common/group_walk.cuh"
 #include "cc/device/sm90/layout_fp8.cuh"
+#include "cc/device/sm90/pace.cuh"
 #include "cc/device/sm90/pipeline.cuh"
 
 namespace grouped::sm90 {
@@ -81,6 +82,9 @@ struct ContractionParams {
   int32_t groups, rows, cols;
   bool accumulate;
 };
+
+// The tiles of a group share its rows, which are few.
+__device__ inline NoPace pace_of(const ContractionParams&, uint32_t) { return {}; }
 
 __device__ inline ptx::Coords contraction_at(const Work& work, int row) {
   return {{work.col0, work.row0 + row, work.slice2, work.slice3}};

@@ -19,7 +19,7 @@ struct RowsProduct {
   using Shape = Shape_;
   static constexpr Major kLhsMajor = Major::k, kRhsMajor = kWeights;
   static constexpr bool kRaggedSums = false, kShortEnd = true, kOneStore = false;
-  using Rhs = RhsTile<kRhsMajor, Shape::kCols>;
+  using Rhs = RhsTile<kRhsMajor, Shape::kTileCols>;
   static constexpr int kEdgeCols = 128;  // multiplied where no more exist: 192 rarely divides a width
   static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
   template <class Multiply>
@@ -35,7 +35,7 @@ struct RowsProduct {
 
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
-    schedule_rows(p, Shape::kCols, rank, mail, push);
+    schedule_rows(p, Shape::kTileCols, rank, mail, push);
   }
 
   static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cc/device/common/product_end.cuh"
+#include "cc/device/sm90/pace.cuh"
 #include "cc/device/sm90/pipeline.cuh"
 
 namespace grouped::sm90 {
@@ -9,13 +10,18 @@ namespace grouped::sm90 {
 struct RowsParams {
   CUtensorMap lhs, rhs;
   const int32_t* sizes;
-  unsigned long long* counter;  // of drawn items; 0 at the start
-  const int64_t* rhs_table;     // addresses of the weights; null where they are packed
-  int64_t rhs_base;             // address that `rhs` starts at
+  RowDraws* draws;           // 0 at the start
+  const int64_t* rhs_table;  // addresses of the weights; null where they are packed
+  int64_t rhs_base;          // address that `rhs` starts at
   int64_t rows;
   int32_t groups, cols, length;  // cols: of what the tiles cover
   bool clear_tail;
+  bool paced;
 };
+
+__device__ inline Pace pace_of(const RowsParams& p, uint32_t rank) {
+  return Pace(p.paced ? &p.draws->reports : nullptr, rank);
+}
 
 using device::BiasParams;
 
@@ -55,7 +61,7 @@ __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_
   uint32_t next = blockIdx.x / 2;
   while (true) {
     const FoundItem found = scan.find(uint32_t(pair.share(next)));
-    if (pair.leader() && threadIdx.x % 32 == 0) next = uint32_t(atomicAdd(p.counter, 1ull)) + gridDim.x / 2;
+    if (pair.leader() && threadIdx.x % 32 == 0) next = uint32_t(atomicAdd(&p.draws->items, 1ull)) + gridDim.x / 2;
     Work work{};
     if (found.tile) {
       const Tile tile = kTileAt(found.item, (found.rows + kRows - 1) / kRows, col_tiles, rank);

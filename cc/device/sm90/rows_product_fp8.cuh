@@ -97,7 +97,7 @@ inline std::string refuses_fp8_rows(const GroupedMatmul& c, const Target&) {
                    refuses_row_tiles(m, c.group_sizes.dims[0], n, 128)});
 }
 
-inline size_t fp8_rows_workspace(const GroupedMatmul&, const Target&) { return sizeof(unsigned long long); }
+inline size_t fp8_rows_workspace(const GroupedMatmul&, const Target&) { return sizeof(RowDraws); }
 
 // Calls launch(product, params) for the types of a call, with Product_<types of the operands, type of the result>.
 template <template <class, class> class Product_, class Launch>

@@ -19,6 +19,8 @@
 //   help(p, shell, warp)        what warps 2 and 3 do
 //   work(p, shell, warp)        what the other warpgroups do, registers included
 //
+// Parameters have a `pace_of(p, rank)`, which the loader asks before each block (pace.cuh).
+//
 // NOTE: all is inlined into one kernel, and what ptxas makes of it hangs on details: loops over work items are written
 // out, since the parameters cost more instructions where a lambda captures them, and `lane` is computed once.
 #pragma once
@@ -191,6 +193,7 @@ __device__ __forceinline__ void run_shell(const typename Product::Params& p) {
       if (shell.lane == 0) {
         WorkReader<Shape, false> reader(shell.barriers, shell.items);
         Ring<Shape::kStages> ring;
+        auto pace = pace_of(p, shell.rank);
         while (true) {
           const Work work = reader.get();
           reader.release();
@@ -198,6 +201,7 @@ __device__ __forceinline__ void run_shell(const typename Product::Params& p) {
           if (work.kind != Work::kTile) continue;
           const typename Pipeline::Loads loads(p, work);
           for (int b = 0; b < loads.blocks; ++b) {
+            pace.step();
             const uint32_t full = shell.full(ring.slot), stage = shell.stage(ring.slot);
             ptx::barrier_wait(shell.empty(ring.slot), ring.parity ^ 1);
             ptx::barrier_arrive_expect(full, loads.bytes);
@@ -205,6 +209,7 @@ __device__ __forceinline__ void run_shell(const typename Product::Params& p) {
             ring.advance();
           }
         }
+        pace.finish();
       }
     } else if (warp == 1) {
       WorkWriter<Shape> writer(shell.barriers, shell.items);

@@ -13,7 +13,7 @@ constexpr int kSwappedSlotBytes = 1024;
 template <int kStages_, int kSlots_>
 struct SwappedShape : ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlots_, kSwappedSlotBytes> {
   using Base = ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlots_, kSwappedSlotBytes>;
-  static constexpr int kCols = 2 * kSwappedCols, kSets = 0;
+  static constexpr int kCols = 2 * kSwappedCols, kTileCols = kCols, kSets = 0;
   // In a stage. Second factors lie behind codes, in bytes that a low-rank product's weights take in other blocks.
   static constexpr int kCodesAt = 4 * kBlockBytes, kCodesBytes = kCols * 32, kSecondAt = kCodesAt + kCodesBytes;
   static constexpr int kFactorsAt = 6 * kBlockBytes;

@@ -30,7 +30,7 @@ template <bool kNibbles, int kCols_, int kStages_, int kSlots_, int kSlotBytes_ 
 struct CodedTileShape
     : ShellShape<2 * kBlockBytes + kCols_ * (128 + coded_row_bytes(kNibbles)), kStages_, kSlots_, kSlotBytes_> {
   using Base = ShellShape<2 * kBlockBytes + kCols_ * (128 + coded_row_bytes(kNibbles)), kStages_, kSlots_, kSlotBytes_>;
-  static constexpr int kCols = kCols_, kSets = 0;
+  static constexpr int kCols = kCols_, kTileCols = kCols_, kSets = 0;
   static constexpr int kCodesAt = 2 * kBlockBytes + kCols * 128;  // in a stage
   static constexpr int kCodesFullAt = Base::kSharedBytes;         // barriers
   static constexpr int kSharedBytes = kCodesFullAt + 8 * kStages_;
