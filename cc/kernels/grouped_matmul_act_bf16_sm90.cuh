@@ -286,6 +286,7 @@ void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
   using Rhs = typename Product::Rhs;
   map_weights<Rhs>(call, &p);
   p.rhs_up = call.rhs_up.present() ? map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false) : p.rhs;
+  p.paced = keeps_pace(p.length);
   launch_up_product<Product>(grouped_product_sm90<Product>, call, p, kThreads, stream);
 }
 

@@ -61,6 +61,7 @@ void launch_rows(const GroupedMatmul& call, HalvesParams p, void* stream) {
   map_result(call, &p);
   p.first_depth = int32_t(call.rhs.dims[call.rhs_axis]);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
+  p.paced = keeps_pace(p.length);
   if (call.rhs_up.present()) p.rhs_up = map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false);
   if constexpr (std::is_same_v<Shape, CooperativeTile>) {
     launch_rows_product<Product, Shape::kTileCols>(cooperative_product_sm90<Product>, p, stream);

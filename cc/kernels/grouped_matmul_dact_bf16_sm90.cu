@@ -9,10 +9,11 @@
 //            |  h out of the set, t and act' recomputed, dh over h, z beside it, dz * t into two sums a thread
 //            v
 //   storer (a warp): sets --ragged TMA--> dh, z; clipped at the group's last row; the set goes back to the fetcher
-//   row sums: one partial a row and column tile --sum_partials--> [M], in the order of the tiles
+//   row sums: one partial a row and set of columns --sum_partials--> [M], in the order of the sets
 //
 //   tile        accumulators   ring         sets         registers, 128 + 256 threads
 //   128 x 128   128 a thread   5 x 32 KiB   2 x 24 KiB   40 / 232
+//   128 x 192   192 a thread   4 x 40 KiB   2 x 24 KiB   40 / 232    long sums
 #include "cc/api/kernel.h"
 #include "cc/kernels/grouped_matmul_dact_bf16_sm90.cuh"
 #include "cc/kernels/kernels.h"
@@ -22,17 +23,24 @@ namespace {
 
 using namespace sm90;
 
-template <class T, Major kWeights>
+template <class T, Major kWeights, class Shape>
 void launch_dact(const GroupedMatmulDact& call, DactParams p, cudaStream_t stream) {
-  using Product = DactProduct<T, kWeights>;
+  using Product = DactProduct<T, kWeights, Shape>;
   using Rhs = typename Product::Rhs;
   map_weights<Rhs>(call, &p);
   launch_dact_product<Product>(grouped_product_sm90<Product>, call, p, kThreads, stream);
 }
 
-template <class T>
+template <class T, class Shape>
 void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStream_t stream) {
-  return call.rhs_axis == 2 ? launch_dact<T, Major::k>(call, p, stream) : launch_dact<T, Major::mn>(call, p, stream);
+  return call.rhs_axis == 2 ? launch_dact<T, Major::k, Shape>(call, p, stream)
+                            : launch_dact<T, Major::mn, Shape>(call, p, stream);
+}
+
+template <class T>
+void launch_shape(const GroupedMatmulDact& call, const DactParams& p, cudaStream_t stream) {
+  return p.length >= kHidesDact ? launch_weights<T, WideDactShape>(call, p, stream)
+                                : launch_weights<T, DactShape>(call, p, stream);
 }
 
 std::string refuses(const GroupedMatmulDact& c, const Target&) {
@@ -54,8 +62,8 @@ void launch(const GroupedMatmulDact& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   const DactParams p = dact_params(call, context);
-  return call.lhs.dtype == DType::bf16 ? launch_weights<__nv_bfloat16>(call, p, stream)
-                                       : launch_weights<__half>(call, p, stream);
+  return call.lhs.dtype == DType::bf16 ? launch_shape<__nv_bfloat16>(call, p, stream)
+                                       : launch_shape<__half>(call, p, stream);
 }
 
 }  // namespace

@@ -12,9 +12,11 @@
 
 namespace grouped::sm90 {
 
-// Rows as long as this, in 16-bit elements, are paced: the tiles under way then share more than 40 MB. At 4 096 it
-// changes nothing.
-constexpr int kPacedLength = 6144;
+// Whether rows of so many 16-bit elements are worth it: the tiles under way then share more than 40 MB. At 4096 pacing
+// changes nothing. Kernels whose epilogue takes long, as gradients at the hidden rows, progress by fits and starts;
+// they would wait more than L2 saves.
+constexpr bool keeps_pace(int length) { return length >= 6144; }
+
 constexpr int kPaceBlocks = 16;
 constexpr uint32_t kPaceLead = 1;
 constexpr int kPacePatience = 300;  // loads, about 0.2 ms
@@ -28,7 +30,7 @@ constexpr uint32_t kPaceOver = uint32_t(1) << 31;
 
 #if defined(__CUDACC__)
 
-// The loader's, one lane.
+// The end of a loader, one lane.
 class Pace {
  public:
   // `reports` null: no pacing.

@@ -158,9 +158,8 @@ void launch_pairs(ProductKernel<Product> kernel, const typename Product::Params&
 
 // A product over rows; its tiles are `kCols` wide.
 template <class Product, int kCols = Product::Shape::kCols>
-void launch_rows_product(ProductKernel<Product> kernel, typename Product::Params p, void* stream,
+void launch_rows_product(ProductKernel<Product> kernel, const typename Product::Params& p, void* stream,
                          unsigned threads = kThreads) {
-  p.paced = p.length >= kPacedLength;
   launch_pairs<Product>(kernel, p, most_row_tiles(p) * ((p.cols + 2 * kCols - 1) / (2 * kCols)), stream, threads);
 }
 

@@ -16,7 +16,7 @@ struct RowsParams {
   int64_t rows;
   int32_t groups, cols, length;  // cols: of what the tiles cover
   bool clear_tail;
-  bool paced;
+  bool paced;  // pace.cuh
 };
 
 __device__ inline Pace pace_of(const RowsParams& p, uint32_t rank) {

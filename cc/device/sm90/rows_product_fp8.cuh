@@ -109,6 +109,7 @@ void launch_fp8_rows(const GroupedMatmul& call, const Context& context, Launch l
     set_matmul(call, context, &p);
     set_scales(call.scales, &p);
     p.length = int32_t(call.lhs.dims[1] / kCodesPerElement);
+    p.paced = keeps_pace(p.length);
     map_operands<typename Product::Rhs>(call, &p);
     map_result(call, &p);
     launch(Product{}, p);
