@@ -15,7 +15,8 @@ from tests.native.runner import Native
 KERNEL = "grouped_matmul_dact_bf16_sm90"
 pytestmark = pytest.mark.gpu
 
-# Tiles are 128 x 128, their epilogue works on 64 x 64, a stage of the ring holds 64 contracted elements.
+# Tiles are 128 x 128, for sums of 4096 elements and more 128 x 192. Their epilogue works on 64 x 64, a stage of the
+# ring holds 64 contracted elements.
 CASES = tuple(
     cases.Case(name, sizes, rows, k, n, frozenset())
     for name, sizes, rows, k, n in (
@@ -23,6 +24,7 @@ CASES = tuple(
         ("even_tiles", (128, 256, 0, 64), 448, 64, 256),
         ("one_tile", (130, 7), 137, 392, 72),
         ("long_group", (1500, 3), 1600, 136, 192),
+        ("long_sums", (300, 0, 17, 129), 460, 4104, 392),
         ("nobody", (0, 0, 0), 77, 64, 64),
     )
 )

