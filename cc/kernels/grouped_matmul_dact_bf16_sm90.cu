@@ -9,7 +9,7 @@
 //            |  h out of the set, t and act' recomputed, dh over h, z beside it, dz * t into two sums a thread
 //            v
 //   storer (a warp): sets --ragged TMA--> dh, z; clipped at the group's last row; the set goes back to the fetcher
-//   row sums: one partial a row and set of columns --sum_partials--> [M], in the order of the sets
+//   row sums: one partial a row and column tile --sum_partials--> [M], in the order of the tiles
 //
 //   tile        accumulators   ring         sets         registers, 128 + 256 threads
 //   128 x 128   128 a thread   5 x 32 KiB   2 x 24 KiB   40 / 232
@@ -37,10 +37,12 @@ void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStre
                             : launch_dact<T, Major::mn, Shape>(call, p, stream);
 }
 
+bool sums_are_long(const GroupedMatmulDact& c) { return c.lhs.dims[1] >= kHidesDact; }
+
 template <class T>
 void launch_shape(const GroupedMatmulDact& call, const DactParams& p, cudaStream_t stream) {
-  return p.length >= kHidesDact ? launch_weights<T, WideDactShape>(call, p, stream)
-                                : launch_weights<T, DactShape>(call, p, stream);
+  return sums_are_long(call) ? launch_weights<T, WideDactShape>(call, p, stream)
+                             : launch_weights<T, DactShape>(call, p, stream);
 }
 
 std::string refuses(const GroupedMatmulDact& c, const Target&) {
@@ -56,7 +58,9 @@ std::string refuses(const GroupedMatmulDact& c, const Target&) {
   return refuses_dact(c);
 }
 
-size_t workspace(const GroupedMatmulDact& c, const Target&) { return dact_workspace(c); }
+size_t workspace(const GroupedMatmulDact& c, const Target&) {
+  return dact_workspace(c, sums_are_long(c) ? WideDactShape::kCols : DactShape::kCols);
+}
 
 void launch(const GroupedMatmulDact& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;

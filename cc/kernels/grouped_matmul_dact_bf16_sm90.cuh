@@ -26,7 +26,7 @@ struct DactParams : RowsParams {
   CUtensorMap hidden[2], grad[2];  // of a set's first and second block
   int32_t* valid_rows;             // set to the first tail row
   const float* row_scale;          // [rows], or null
-  float* partials;                 // [sets of columns, rows] row sums; null: not wanted
+  float* partials;                 // [column tiles, rows] row sums; null: not wanted
   uint8_t *result, *activated;     // null: not wanted
   HiddenColumns columns;
   ActivationSpec spec;
@@ -118,7 +118,9 @@ struct DactProduct {
         if (row < work.valid_rows) {
           hidden_gradients<T, kChunks>(p.spec, p.one, dz, scale, sum, p.columns.chunks, cols - col,
                                        sets.address() + first_row * 128);
-          if (p.partials != nullptr) store_sums(p, work, row, col, sum);
+          if (p.partials != nullptr && (col + kSetCols >= cols || col + kSetCols == Shape::kCols)) {
+            store_sums(p, work, row, sum);
+          }
         }
         sets.done();
       }
@@ -142,10 +144,10 @@ struct DactProduct {
   }
 
  private:
-  // Ends the sums of the warp's 16 rows of a half over a set, which is as wide in every tile.
-  static __device__ void store_sums(const Params& p, const Work& work, int row, int col, float (&sum)[2]) {
+  // Ends the sums of the warp's 16 rows of a half.
+  static __device__ void store_sums(const Params& p, const Work& work, int row, float (&sum)[2]) {
     const int lane = threadIdx.x % 32;
-    float* partials = p.partials + (work.col0 + col) / kSetCols * p.rows + (work.end - work.rows + work.row0 + row);
+    float* partials = p.partials + work.col0 / Shape::kCols * p.rows + (work.end - work.rows + work.row0 + row);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(~0u, sum[i], 1));
@@ -176,10 +178,10 @@ inline std::string refuses_dact(const GroupedMatmulDact& c) {
                    refuses_row_tiles(m, c.group_sizes.dims[0], f, DactShape::kCols)});
 }
 
-inline int64_t dact_sets(int64_t f) { return (f + kSetCols - 1) / kSetCols; }
+inline int64_t dact_col_tiles(int64_t f, int tile_cols) { return (f + tile_cols - 1) / tile_cols; }
 
-inline size_t dact_workspace(const GroupedMatmulDact& c) {
-  const int64_t partials = c.row_sum.present() ? c.lhs.dims[0] * dact_sets(product_columns(c)) : 0;
+inline size_t dact_workspace(const GroupedMatmulDact& c, int tile_cols) {
+  const int64_t partials = c.row_sum.present() ? c.lhs.dims[0] * dact_col_tiles(product_columns(c), tile_cols) : 0;
   return sizeof(DactHead) + sizeof(float) * size_t(partials);
 }
 
@@ -227,7 +229,7 @@ void launch_dact_product(ProductKernel<Product> kernel, const GroupedMatmulDact&
   if (p.partials == nullptr) return;
   sum_partials<<<partial_blocks(p.rows), kPartialThreads, 0, stream>>>(
       p.partials, p.valid_rows, call.row_base.present() ? call.row_base.as<float>() : nullptr, call.row_sum.as<float>(),
-      p.rows, int(dact_sets(p.cols)));
+      p.rows, int(dact_col_tiles(p.cols, Product::Shape::kCols)));
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 

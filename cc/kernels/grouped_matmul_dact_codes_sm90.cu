@@ -34,7 +34,7 @@ std::string refuses(const GroupedMatmulDact& c, const Target& target) {
   return refuses_dact(c);
 }
 
-size_t workspace(const GroupedMatmulDact& c, const Target&) { return dact_workspace(c); }
+size_t workspace(const GroupedMatmulDact& c, const Target&) { return dact_workspace(c, DactShape::kCols); }
 
 void launch(const GroupedMatmulDact& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;

@@ -1,4 +1,4 @@
-// Sums of rows whose columns several blocks have: a partial sum a set of columns, added in the order of the sets.
+// Sums of rows whose columns several blocks have: a partial sum a column tile, added in the order of the tiles.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,15 +9,15 @@ namespace grouped {
 
 constexpr int kPartialThreads = 256;
 
-// row_sum[r] = row_base[r] + the partials [sets, rows] of row r; 0 in the tail.
+// row_sum[r] = row_base[r] + the partials [column tiles, rows] of row r; 0 in the tail.
 static __global__ void __launch_bounds__(kPartialThreads)
     sum_partials(const float* partials, const int32_t* valid_rows, const float* row_base, float* row_sum, int64_t rows,
-                 int sets) {
+                 int col_tiles) {
   const int64_t row = int64_t(blockIdx.x) * kPartialThreads + threadIdx.x;
   if (row >= rows) return;
   float sum = 0;
   if (row < *valid_rows) {
-    for (int set = 0; set < sets; ++set) sum = __fadd_rn(sum, partials[set * rows + row]);
+    for (int tile = 0; tile < col_tiles; ++tile) sum = __fadd_rn(sum, partials[tile * rows + row]);
     if (row_base != nullptr) sum = __fadd_rn(row_base[row], sum);
   }
   row_sum[row] = sum;
