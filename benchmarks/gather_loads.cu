@@ -12,17 +12,12 @@
 #include <cstdlib>
 #include <vector>
 
+#include "benchmarks/gpu_tools.cuh"
 #include "cc/device/sm90/ptx.cuh"
 
 using namespace grouped;
 
 namespace {
-
-#define CHECK(call)                                            \
-  if (const cudaError_t error = call; error != cudaSuccess) {  \
-    std::printf("%s: %s\n", #call, cudaGetErrorString(error)); \
-    std::exit(1);                                              \
-  }
 
 constexpr int kStages = 5, kRows = 128, kRowBytes = kRows * 128, kStageBytes = kRowBytes + 192 * 128;
 constexpr int kShared = kStages * kStageBytes + 1024, kTokens = 8192, kCtas = 132, kTiles = 8 * kCtas;

@@ -16,17 +16,12 @@
 #include <thread>
 #include <vector>
 
+#include "benchmarks/gpu_tools.cuh"
 #include "cc/device/common/mma_sm80.cuh"
 
 using namespace grouped::device;
 
 namespace {
-
-#define CHECK(call)                                            \
-  if (const cudaError_t error = call; error != cudaSuccess) {  \
-    std::printf("%s: %s\n", #call, cudaGetErrorString(error)); \
-    std::exit(1);                                              \
-  }
 
 constexpr int kThreads = 128, kStageBytes = 16 << 10, kStages = 3, kShared = kStages * kStageBytes;
 constexpr int kSteps = 1 << 16;            // of 16, in one launch
@@ -43,7 +38,7 @@ __global__ void fill(__nv_bfloat16* values, size_t count) {
     uint32_t h = uint32_t(i) * 2654435761u;
     float draws[2];
     for (float& draw : draws) {
-      h ^= h >> 16, h *= 0x7feb352du, h ^= h >> 15, h *= 0x846ca68bu, h ^= h >> 16;
+      h = scrambled(h);
       draw = (h >> 8) * 0x1p-24f + 0x1p-25f;
     }
     values[i] = __float2bfloat16(sqrtf(-2 * logf(draws[0])) * cospif(2 * draws[1]));
@@ -137,11 +132,7 @@ void measure(const char* buffer, float* result, long long* cycles, int blocks) {
   for (int i = 0; i < turns; ++i) launch();
   CHECK(cudaEventRecord(end));
   std::this_thread::sleep_for(std::chrono::duration<double>(kSeconds / 2));
-  double watts = 0;
-  if (FILE* smi = popen("nvidia-smi --query-gpu=power.draw.instant --format=csv,noheader,nounits", "r")) {
-    if (std::fscanf(smi, "%lf", &watts) != 1) watts = 0;
-    pclose(smi);
-  }
+  const double watts = board_watts();
   CHECK(cudaEventSynchronize(end));
   CHECK(cudaEventElapsedTime(&ms, start, end));
   // One block of a multiprocessor goes before the other: the last to end has all of the time.

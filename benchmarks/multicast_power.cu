@@ -13,18 +13,13 @@
 #include <cstdlib>
 #include <thread>
 
+#include "benchmarks/gpu_tools.cuh"
 #include "cc/device/common/copy_async.cuh"
 #include "cc/device/sm90/ptx.cuh"
 
 using namespace grouped;
 
 namespace {
-
-#define CHECK(call)                                            \
-  if (const cudaError_t error = call; error != cudaSuccess) {  \
-    std::printf("%s: %s\n", #call, cudaGetErrorString(error)); \
-    std::exit(1);                                              \
-  }
 
 constexpr int kStageBytes = 16 << 10, kStages = 4, kRingBytes = kStages * kStageBytes, kCtas = 128;
 constexpr int kRounds = 20000;             // of filling all stages, in one launch
@@ -34,9 +29,7 @@ constexpr size_t kBufferBytes = 24 << 20;  // stays in the L2 cache
 
 __global__ void fill(uint32_t* words, size_t count) {
   for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x) {
-    uint32_t h = uint32_t(i) * 2654435761u;
-    h ^= h >> 16, h *= 0x7feb352du, h ^= h >> 15, h *= 0x846ca68bu, h ^= h >> 16;
-    words[i] = h;
+    words[i] = scrambled(uint32_t(i) * 2654435761u);
   }
 }
 
@@ -104,11 +97,7 @@ double measure(const char* buffer, unsigned ctas, bool loads, double idle_watts)
   for (int i = 0; i < kLaunches; ++i) CHECK(cudaLaunchKernelEx(&config, run, buffer, loads));
   CHECK(cudaEventRecord(end));
   std::this_thread::sleep_for(std::chrono::milliseconds(700));
-  double watts = 0;
-  if (FILE* smi = popen("nvidia-smi --query-gpu=power.draw.instant --format=csv,noheader,nounits", "r")) {
-    if (std::fscanf(smi, "%lf", &watts) != 1) watts = 0;
-    pclose(smi);
-  }
+  const double watts = board_watts();
   CHECK(cudaEventSynchronize(end));
   float ms = 0;
   CHECK(cudaEventElapsedTime(&ms, start, end));

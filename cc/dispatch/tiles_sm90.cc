@@ -23,6 +23,11 @@ const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes, int64_t 
   return contracted >= kDwarfsStore && by_halves <= by_tiles ? kCooperative : kManyStages;
 }
 
+const TileChoice& dact_tile_sm90(int64_t contracted) {
+  constexpr int64_t kHidesEpilogue = 4096;  // contracted elements
+  return contracted >= kHidesEpilogue ? kDactLong : kDact;
+}
+
 namespace {
 
 // Of an H100 or H200 (SXM). A constant, not asked of the device: bits and workspaces follow from it.

@@ -23,6 +23,12 @@ inline constexpr TileChoice kNarrow = {64, 7, 2};
 // With an activation a slot is half as large, and three of them take turns.
 inline constexpr TileChoice kWithActivation = {192, 5, 3};
 
+// Gradients at the hidden rows, whose epilogue has memory of its own instead of slots.
+inline constexpr TileChoice kDact = {128, 5, 0};
+// The same for long sums, behind which that epilogue hides although there are registers for one chain of its
+// arithmetic.
+inline constexpr TileChoice kDactLong = {192, 4, 0};
+
 // Where weights come as codes of 4 bits, for tiles of 256 rows with swapped operands, whose slots are half as large.
 inline constexpr TileChoice kSwapped = {128, 4, 3};
 // Where weights come as codes of 8 bits, which lie in the stages beside what they are widened to.
@@ -35,6 +41,9 @@ inline constexpr TileChoice kPromotingWide = {192, 3, 6};
 
 // For ragged rows: `contracted` elements per sum, `out_bytes` of a result element, `cols` of a result row.
 const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes, int64_t cols);
+
+// For gradients at the hidden rows of plain operands.
+const TileChoice& dact_tile_sm90(int64_t contracted);
 
 // Weight gradients of fp32, [groups, rows, cols], have tiles of 256 rows by `tile_cols`.
 inline constexpr int kTallRows = 256;

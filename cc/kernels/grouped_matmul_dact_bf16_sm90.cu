@@ -37,12 +37,10 @@ void launch_weights(const GroupedMatmulDact& call, const DactParams& p, cudaStre
                             : launch_dact<T, Major::mn, Shape>(call, p, stream);
 }
 
-bool sums_are_long(const GroupedMatmulDact& c) { return c.lhs.dims[1] >= kHidesDact; }
-
 template <class T>
 void launch_shape(const GroupedMatmulDact& call, const DactParams& p, cudaStream_t stream) {
-  return sums_are_long(call) ? launch_weights<T, WideDactShape>(call, p, stream)
-                             : launch_weights<T, DactShape>(call, p, stream);
+  return &dact_tile_sm90(p.length) == &kDactLong ? launch_weights<T, DactShapeOf<kDactLong>>(call, p, stream)
+                                                 : launch_weights<T, DactShape>(call, p, stream);
 }
 
 std::string refuses(const GroupedMatmulDact& c, const Target&) {
@@ -59,7 +57,7 @@ std::string refuses(const GroupedMatmulDact& c, const Target&) {
 }
 
 size_t workspace(const GroupedMatmulDact& c, const Target&) {
-  return dact_workspace(c, sums_are_long(c) ? WideDactShape::kCols : DactShape::kCols);
+  return dact_workspace(c, dact_tile_sm90(c.lhs.dims[1]).cols);
 }
 
 void launch(const GroupedMatmulDact& call, const Context& context) {

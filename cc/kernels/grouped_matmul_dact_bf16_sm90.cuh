@@ -11,14 +11,14 @@
 #include "cc/device/sm90/low_rank.cuh"
 #include "cc/device/sm90/product_launch.cuh"
 #include "cc/dispatch/columns.h"
+#include "cc/dispatch/tiles_sm90.h"
 
 namespace grouped::sm90 {
 
 // A fifth stage is worth more than a third set, and a second set more than a sixth stage.
-using DactShape = FetchingShape<TileShape<128, 5, 0>, 2>;
-// For long sums, behind which a slow epilogue hides: there are registers for one chain of its arithmetic alone.
-using WideDactShape = FetchingShape<TileShape<192, 4, 0>, 2>;
-constexpr int kHidesDact = 4096;  // contracted elements
+template <const TileChoice& kChoice>
+using DactShapeOf = FetchingShape<TileShape<kChoice.cols, kChoice.stages, kChoice.slots>, 2>;
+using DactShape = DactShapeOf<kDact>;
 
 struct DactParams : RowsParams {
   LowMaps low;

@@ -784,6 +784,7 @@ void choices() {
              int(cols));
     }
   }
+  EXPECT(&dact_tile_sm90(4095) == &kDact && &dact_tile_sm90(4096) == &kDactLong, "long sums at the hidden rows");
   std::puts("every choice of a tile fits shared memory");
 }
 

@@ -24,13 +24,13 @@ constexpr int kPacePatience = 300;  // loads, about 0.2 ms
 // In the workspace, cleared before each launch.
 struct alignas(16) RowDraws {
   unsigned long long items;  // drawn
-  uint32_t reports;          // of all clusters; kPaceOver and more: nobody waits any longer
+  uint32_t reports;          // of all clusters; from kPaceOver on no loader waits
 };
 constexpr uint32_t kPaceOver = uint32_t(1) << 31;
 
 #if defined(__CUDACC__)
 
-// The end of a loader, one lane.
+// What one lane, the loader of a leader, does.
 class Pace {
  public:
   // `reports` null: no pacing.
@@ -50,7 +50,7 @@ class Pace {
       return;
     }
   }
-  // After the last tile: those that still work wait for nobody.
+  // After the last tile: clusters that still work no longer wait.
   __device__ void finish() const {
     if (reports_ == nullptr) return;
     asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;\n" ::"l"(reports_), "r"(kPaceOver) : "memory");
