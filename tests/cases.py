@@ -264,6 +264,17 @@ def _row_at(options: Mapping[str, Sequence[Any]], places: Iterable[int]) -> tupl
     return tuple(values[at] for values, at in zip(options.values(), places, strict=True))
 
 
+def _parts(places: NDArray[np.int32], values: Sequence[Any]) -> list[NDArray[np.int32]]:
+    """What counts as an option for pairs, one value per row: the option itself, or the bools of its tuples."""
+
+    def of_bools(value: object) -> bool:
+        return isinstance(value, tuple) and len(value) > 0 and all(isinstance(part, bool) for part in value)
+
+    if not all(map(of_bools, values)):
+        return [places]
+    return list(np.array(values, np.int32)[places].T)
+
+
 def product(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None = None) -> list[tuple[Any, ...]]:
     """Every combination of the options' values that `valid` accepts, in the options' order.
 
@@ -284,13 +295,16 @@ def drawn(
 def pairwise(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None = None) -> list[tuple[Any, ...]]:
     """Few combinations that hold every pair of values which some valid combination holds; always the same ones.
 
-    Greedy: the next row is the one with the most pairs not seen yet, the first of these in the product's order.
+    An option whose values are tuples of bools, such as the gradients that are needed, counts as one option per bool;
+    each of its values is drawn too. Greedy: the next row is the one with the most pairs not seen yet, the first of these
+    in the product's order.
     """
     at = _places(options, valid).astype(np.int32)
     if len(options) < 2 or not len(at):
         return [_row_at(options, places) for places in at]
-    lengths = [len(values) for values in options.values()]
-    pairs = [at[:, i] * lengths[j] + at[:, j] for i, j in itertools.combinations(range(len(lengths)), 2)]
+    split = [_parts(places, values) for places, values in zip(at.T, options.values(), strict=True)]
+    pairs = [one * (other.max() + 1) + other for one, other in itertools.combinations(itertools.chain(*split), 2)]
+    pairs += [places for places, parts in zip(at.T, split, strict=True) if len(parts) > 1]
     gains = np.full(len(at), len(pairs), np.int32)  # pairs of each row that no chosen row holds
     seen: list[set[int]] = [set() for _ in pairs]
     chosen = []

@@ -34,6 +34,24 @@ def test_pairwise_holds_every_pair_and_less_than_the_product():
         assert {(row[i], row[j]) for row in rows} == wanted
 
 
+def test_a_tuple_of_bools_counts_as_one_option_per_bool():
+    options = {"needs": bounds.ALL_NEEDS, "a": range(5), "b": (False, True)}
+
+    def valid(needs, b, **_):
+        return b or not needs.bias
+
+    rows = cases.pairwise(options, valid)
+    assert len(rows) < len(cases.pairwise(options | {"needs": range(len(bounds.ALL_NEEDS))}))
+    assert {needs for needs, *_ in rows} == set(bounds.ALL_NEEDS)
+
+    def pairs(rows):
+        return {(i, j, row[i], row[j]) for row in rows for i, j in itertools.combinations(range(len(row)), 2)}
+
+    assert pairs([*needs, a, b] for needs, a, b in rows) == pairs(
+        [*needs, a, b] for needs, a, b in cases.product(options, valid)
+    )
+
+
 @pytest.mark.parametrize("draw", [cases.product, cases.pairwise])
 def test_a_condition_may_name_some_of_the_options(draw):
     asked = []
