@@ -296,8 +296,8 @@ def pairwise(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | 
     """Few combinations that hold every pair of values which some valid combination holds; always the same ones.
 
     An option whose values are tuples of bools, such as the gradients that are needed, counts as one option per bool;
-    each of its values is drawn too. Greedy: the next row is the one with the most pairs not seen yet, the first of these
-    in the product's order.
+    each of its values is drawn too. Greedy: the next row is the one with the most pairs not seen yet, the first of
+    these in the order of the product.
     """
     at = _places(options, valid).astype(np.int32)
     if len(options) < 2 or not len(at):
