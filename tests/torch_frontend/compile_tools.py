@@ -12,6 +12,11 @@ def function_or_module(mlp: bool, module: bool) -> str:
     return ("GroupedMLP" if mlp else "GroupedLinear") if module else "grouped_mlp" if mlp else "grouped_linear"
 
 
+def form_of(sequential: str, mlp: bool, module: bool) -> str:
+    """Any form; `sequential`: "no", or how layers in turn run, which are modules that make up an MLP."""
+    return function_or_module(mlp, module) if sequential == "no" else f"Sequential_{sequential}"
+
+
 def module_of(sequential: bool, mlp: bool) -> str:
     """A form of `MODULES`; `mlp`: an MLP that is one operation, as none of a linear layer and of layers in turn is."""
     if sequential:

@@ -367,17 +367,27 @@ def test_autocast() -> None:
 # ---- graphs and recomputation
 
 
-@pytest.mark.rule("GRD-12")
+@pytest.mark.rule("GRD-12", "GRD-1")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("recipe", [None, FP8Current])
-def test_a_compiled_layer_has_the_bits_of_the_eager_one(backend: str, recipe: Any) -> None:
+@pytest.mark.parametrize(
+    ("backend", "recipe", "listed"),
+    [("inductor", None, None), ("aot_eager", FP8Current, False), ("aot_eager", None, True)],
+)
+def test_a_compiled_layer_has_the_bits_of_the_eager_one(backend: str, recipe: Any, listed: bool | None) -> None:
+    """Its gradients go to autograd, or with `listed` to `main_grad`, of weights that are lists or not."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"shared_dim": 64, "shared_gate": True, "selection_bias": True, "recipe": recipe}
+    if listed is not None:
+        options |= {"accumulate_into_main_grad": True, "single_grouped_weight": not listed}
     module, x = nn.MoE(128, 64, E, K, **LOSSES, **options), _x(hidden=128)
     mask = torch.from_numpy(mask_of(T)).reshape(SHAPE[:2])
-    run = torch.compile(module, fullgraph=True, backend=backend)
-    _same(_step(run, module, x, mask=mask), _step(module, module, x, mask=mask))
+    every: list[Any] = [] if listed is None else [*module.experts.parameters(), *module.shared.parameters()]
+    found = []
+    for run in (module, torch.compile(module, fullgraph=True, backend=backend)):
+        for each in every:
+            each.main_grad = torch.full(each.shape, 0.5)
+        found.append(_step(run, module, x, mask=mask) | {str(at): each.main_grad for at, each in enumerate(every)})
+    _same(found[1], found[0])
 
 
 @pytest.mark.rule("GRD-12", "LYR-1")
@@ -385,19 +395,6 @@ def test_a_compiled_layer_draws_its_keys_in_the_graph() -> None:
     module, x = _layer(jitter=0.3), _x()
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
     _same(*(_seeded(partial(_step, each, module, x)) for each in (run, module)))
-
-
-@pytest.mark.rule("GRD-12", "GRD-1")
-@pytest.mark.parametrize("listed", [False, True])
-def test_a_compiled_layer_adds_to_main_grad(listed: bool) -> None:
-    module, x = _layer(accumulate_into_main_grad=True, single_grouped_weight=not listed), _x()
-    found = []
-    for run in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
-        every: list[Any] = list(module.experts.parameters())
-        for each in every:
-            each.main_grad = torch.full(each.shape, 0.5)
-        found.append(_step(run, module, x) | {str(at): each.main_grad for at, each in enumerate(every)})
-    _same(found[1], found[0])
 
 
 @pytest.mark.rule("LYR-15")

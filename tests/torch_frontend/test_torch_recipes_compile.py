@@ -19,7 +19,7 @@ from grouped_core.activations import Activation
 from grouped_core.formats import FORMATS
 from grouped_core.recipes import Recipe
 from tests import asserts
-from tests.torch_frontend.compile_tools import compiled, eager, function_or_module, module_of
+from tests.torch_frontend.compile_tools import compiled, eager, form_of, function_or_module, module_of
 from tests.torch_frontend.nn_tools import Setup, main_grads, setup
 from tests.torch_frontend.recipe_tools import ALL, BF16, DELAYED, same, seeded, states
 from tests.torch_frontend.torch_tools import counted_launches, leaf, small
@@ -90,8 +90,7 @@ def test_every_operation_is_a_whole_graph_with_every_recipe(
     sequential: str, mlp: bool, module: bool, recipe: Recipe, listed: bool, accumulate: bool, overwrite: bool
 ) -> None:
     """Rows 1, 2 and 4, with a frozen member in lists."""
-    found = []
-    form = function_or_module(mlp, module) if sequential == "no" else f"Sequential_{sequential}"
+    form, found = form_of(sequential, mlp, module), []
     for wrap in (eager, compiled):
         one = wrap(setup(form, listed, accumulate=accumulate, recipe=recipe, **BF16))
         if accumulate:

@@ -138,8 +138,18 @@ def test_hidden_rows_are_made_again_of_the_cached_codes(needs_x: bool, dgrad: An
 
 @pytest.mark.rule("MLP-10", "GRD-12")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning")
-@by_saved
-@pytest.mark.parametrize(("form", "options"), OPERATIONS[:2] + OPERATIONS[-1:], ids=lambda v: str(v))
+@pytest.mark.parametrize(
+    ("form", "options", "saved"),
+    # A module of layers in turn is one MLP when it is fused, beside states that it owns.
+    [
+        *((*OPERATIONS[at], saved) for at, saved in ((0, "quantized"), (0, "input"), (1, "input"), (-1, "quantized"))),
+        *(
+            pytest.param(*OPERATIONS[at], saved, marks=pytest.mark.slow)
+            for at, saved in ((1, "quantized"), (-1, "input"))
+        ),
+    ],
+    ids=str,
+)
 def test_compiled_passes_read_the_multipliers_of_forward(form: str, options: Any, saved: str) -> None:
     """Its compiler moves copies of what is at hand to backward, where the state may be another."""
     found = []
