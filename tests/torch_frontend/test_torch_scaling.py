@@ -13,7 +13,7 @@ from tests import asserts
 from tests.torch_frontend.compile_tools import compiled, eager
 from tests.torch_frontend.nn_tools import setup
 from tests.torch_frontend.recipe_tools import BF16, same, states
-from tests.torch_frontend.torch_tools import leaf
+from tests.torch_frontend.torch_tools import leaf, manual_seed
 from torch_bridge import (
     dequantize,
     grouped_mlp_bwd_dw,
@@ -121,7 +121,7 @@ def test_hidden_rows_are_made_again_of_the_cached_codes(needs_x: bool, dgrad: An
     """The codes of a frozen weight in the cache are older than the scales of a pass that reads them."""
     found = []
     for policy in ("save_all", "save_input"):
-        torch.manual_seed(1)
+        manual_seed(1)
         recipe = DELAYED.replace(dgrad=dgrad)
         module = nn.GroupedMLP(3, 64, 96, dtype=torch.bfloat16, recipe=recipe, residuals=policy)
         module.linear_fc1.requires_grad_(False)
