@@ -73,10 +73,7 @@ from torch_bridge._router import router_logits
 from torch_bridge.parallel import AllToAll, Arrived, Transport
 
 
-@check
-def the_layer_has_the_bits_of_one_rank(
-    mesh: DeviceMesh, dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16)
-) -> None:
+def _layer_as_one_rank(mesh: DeviceMesh, dtypes: Sequence[torch.dtype]) -> None:
     """y and the gradients of tokens and experts; losses, load and the router's gradient within bounds."""
     group = mesh.get_group()
     for dtype in dtypes:
@@ -103,6 +100,11 @@ def the_layer_has_the_bits_of_one_rank(
                 total = ours[1].grad.clone()
                 dist.all_reduce(total, group=group)
                 near(total, one[1].grad.double(), f"router, {what}")
+
+
+@check
+def the_layer_has_the_bits_of_one_rank(mesh: DeviceMesh) -> None:
+    _layer_as_one_rank(mesh, (torch.float32, torch.bfloat16))
 
 
 @check
@@ -621,7 +623,7 @@ def one_two_and_eight_ranks_have_the_bits_of_one(mesh: DeviceMesh) -> None:
     for ranks in (1, 2, mesh.size()):
         part = init_device_mesh(mesh.device_type, (mesh.size() // ranks, ranks), mesh_dim_names=("layer", "expert"))
         # The sum of the routers' gradients over ranks is looked at in float32; tokens are bfloat16 below.
-        the_layer_has_the_bits_of_one_rank(part["expert"], (torch.float32,))
+        _layer_as_one_rank(part["expert"], (torch.float32,))
         tokens_have_the_gradients_of_one_rank(part["expert"])
 
 
