@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ FRAMEWORK_HEADERS = ("xla/", "nanobind/", "dlpack", "Python.h", "torch/", "ATen/
 CUDA_HEADERS = ("cuda", "device_", "vector_", "cooperative_groups", "mma.h", "cooperative")
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Every module a file imports, anywhere in it; `from a import b` counts as a.b."""
     found = set()
@@ -254,8 +256,11 @@ def test_packages_are_typed_and_export_by_name(package):
 @pytest.mark.parametrize(
     "modules",
     [
-        {"grouped_core": ("jax", "torch"), "grouped_core.arrays": ("jax", "torch", "cupy")},
-        {"jax_grouped": ("torch", "flax")},
+        {
+            "grouped_core": ("jax", "torch"),
+            "grouped_core.arrays": ("jax", "torch", "cupy"),
+            "jax_grouped": ("torch", "flax"),
+        },
         {
             "torch_bridge": ("jax", "flax", "transformers", "torch_bridge.integrations"),
             "torch_bridge.integrations.transformers": ("transformers",),

@@ -6,8 +6,6 @@ import ast
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.hosts import models
+from tests.torch_frontend.program_tools import run_program
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the hosts' own
 
@@ -78,19 +77,23 @@ def test_its_line_runs(row: str, request: pytest.FixtureRequest) -> None:
             held.undo()
 
 
-def test_the_commands_of_the_plot_run(tmp_path: Path) -> None:
+def test_the_commands_of_the_plot_run(tmp_path: Path, transformers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small sizes on the CPU: the options exist, and the picture is made of what the benchmark writes."""
-    pytest.importorskip("transformers", reason="transformers is not installed (make test-hosts)")
+    from torch_bridge.integrations import transformers as adapter
+
     commands = re.findall(
         r"^python ((?:benchmarks/bench|-m benchmarks)(?:.*\\\n)*.*)$", (ROOT / "README.md").read_text(), re.MULTILINE
     )
     assert len(commands) == 2
     small = ("--device", "cpu", "--tiny", "--budget", "0.02")
-    for command, options in zip(commands, (small, ()), strict=True):
-        words = shlex.split(command.replace("\\\n", " "))
-        words = [str(tmp_path / each) if each in ("olmoe.json", "olmoe_step.png") else each for each in words]
-        done = subprocess.run([sys.executable, *words, *options], cwd=ROOT, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
+    try:
+        for command, options in zip(commands, (small, ()), strict=True):
+            words = shlex.split(command.replace("\\\n", " "))
+            words = [str(tmp_path / each) if each in ("olmoe.json", "olmoe_step.png") else each for each in words]
+            run_program([*words, *options], monkeypatch)
+    finally:
+        for each in list(adapter._ACTIVE):  # a program ends with what it has registered
+            each.undo()
     written = json.loads((tmp_path / "olmoe.json").read_text())["lines"]
     assert [each["candidate"] for each in written if each["timing"] is None] == []
     drawn = json.loads((ROOT / "benchmarks" / "olmoe_step.json").read_text())["lines"]

@@ -112,7 +112,7 @@ def test_layers_share_one_graph(registered: Any) -> None:
         dynamo.counters.clear()
         own = made(input_ids=ids, use_cache=False).logits
         for layer in made.model.layers:
-            layer.compile(fullgraph=True, backend="aot_eager")
+            layer.compile(fullgraph=True, backend="eager")  # Dynamo alone decides what a graph is of
         bitwise(made(input_ids=ids, use_cache=False).logits, own)
         for layer in made.model.layers:
             layer._compiled_call_impl = None

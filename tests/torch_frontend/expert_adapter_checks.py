@@ -22,6 +22,7 @@ from tests.torch_frontend.expert_parallel_tools import (
     all_parts,
     check,
     check_of_graphs,
+    compiled,
     drawn,
     in_jax,
     own_part,
@@ -242,13 +243,13 @@ def a_compiled_layer_with_adapters_is_one_graph(mesh: DeviceMesh) -> None:
         return parallel.moe(x, router, wi, wo, K, process_group=mesh.get_group(), **options)[0]
 
     found = []
-    for each in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+    for each in (run, compiled(run, mesh)):
         args = [leaf(drawn(mesh, T, H)), *(leaf(own_part(factor, mesh)) for factor in _factors(mesh))]
         y = each(args[0], _key(mesh), *args[1:])
         y.sum().backward()
         found.append([y.detach(), *(arg.grad for arg in args)])
-    for eager, compiled in zip(*found, strict=True):
-        asserts.bitwise(compiled, eager)
+    for mine, theirs in zip(*found, strict=True):
+        asserts.bitwise(mine, theirs)
 
 
 @check

@@ -26,12 +26,21 @@ LOSSES = {"aux_coeff": 0.5, "z_coeff": 0.25}
 CHECKS: Checks = {}
 check = check_in(CHECKS)
 OF_GRAPHS: Checks = {}
-"""Those that compile, which every rank does for itself: two of them exchange what four do."""
+"""Those that compile: two ranks exchange what four do, and one of them compiles."""
 
 
 def check_of_graphs(run: Check) -> Check:
     """A decorator for one of `OF_GRAPHS`."""
     return check(check_in(OF_GRAPHS)(run))
+
+
+def compiled(run: Any, mesh: DeviceMesh) -> Any:
+    """One graph of `run` on the last rank, which is not where experts begin; eager passes on the others.
+
+    So a graph is made once, and its exchanges must be those of eager passes, in their order.
+    """
+    last = mesh.get_rank() == mesh.size() - 1
+    return torch.compile(run, fullgraph=True, backend="aot_eager") if last else run
 
 
 def drawn(mesh: DeviceMesh, *shape: int, seed: object = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from grouped_core.routing import Sums
 from tests import asserts
+from tests.torch_frontend.expert_parallel_tools import compiled
 from tests.torch_frontend.nn_tools import MODULES, Setup, main_grads, setup
 from tests.torch_frontend.rank_tools import Checks, check_in, main
 from tests.torch_frontend.routing_tools import ROUTERS, Rules, draw, near
@@ -386,7 +387,7 @@ def routers_of_all_ranks_share_their_losses(mesh: DeviceMesh) -> None:
         losses = every[0].losses(Sums(*(a + b for a, b in zip(*(each.sums for each in chosen), strict=True))))
         d_weights = draw(len(logits[rank]), k, seed="dw")
         wanted = every[rank].grad(chosen[rank], losses, d_weights, (2.0, 3.0))
-        for run in (route.topk_router, torch.compile(route.topk_router, fullgraph=True, backend="aot_eager")):
+        for run in (route.topk_router, compiled(route.topk_router, mesh)):
             held = leaf(torch.from_numpy(logits[rank]).to(mesh.device_type))
             weights, experts, aux = run(held, k, process_group=mesh.get_group(), **options)
             upstream = [torch.from_numpy(d_weights), torch.tensor(2.0), torch.tensor(3.0)]

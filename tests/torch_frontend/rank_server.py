@@ -8,6 +8,7 @@ it is killed with its ranks. A line of its output is the program's exit status.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -15,6 +16,8 @@ import os
 import signal
 import sys
 from pathlib import Path
+
+from tests.conftest import COLLECTED_AFTER
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the problems are made by tools that import it
 MODULES = ("parallel_checks", "expert_parallel_checks")
@@ -42,6 +45,8 @@ if __name__ == "__main__":
     package = __spec__.parent
     for name in MODULES:
         importlib.import_module(f"{package}.{name}")
+    gc.freeze()  # what is imported is never garbage, and no rank copies its pages to look at it
+    gc.set_threshold(*COLLECTED_AFTER)
     for line in sys.stdin:
         module, options, printed, timeout = json.loads(line)
         print(_served(f"{package}.{module}", options, printed, timeout), flush=True)

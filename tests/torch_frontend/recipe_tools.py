@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from grouped_core import recipes
 from tests import asserts, bounds
-from tests.torch_frontend.torch_tools import leaf
+from tests.torch_frontend.torch_tools import leaf, manual_seed
 
 RECIPES = tuple(getattr(recipes, name) for name in bounds.RELATIVE_ERRORS)
 WEIGHTS_ALONE = recipes.MXFP8.replace(
@@ -24,7 +22,7 @@ BF16 = {"dtype": "bfloat16", "case": "jagged"}
 
 def seeded(one: Any, seed: int, **keywords: Any) -> list[Any]:
     """y, dx and, if it goes to autograd, dW of one pass with the random numbers of `seed`."""
-    torch.manual_seed(seed)
+    manual_seed(seed)
     x = leaf(one.x)
     y = one.run(x, **keywords)
     for weight in one.weights:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_bridge
 from grouped_core.recipes import FP8Current, FP8Delayed, Recipe
 from tests import asserts
+from tests.torch_frontend.compile_tools import form_of
 from tests.torch_frontend.nn_tools import FORMS, FUNCTIONS, main_grads, setup
 from tests.torch_frontend.torch_tools import leaf, small
 from torch_bridge import grouped_linear, grouped_mlp, nn, straight_through
@@ -249,9 +250,16 @@ def _outside(t: Any) -> Tensor:
         return grouped_linear(t.x, t.w, t.sizes)
 
 
-@pytest.mark.matrix(form=FORMS, accumulate=(False, True), recipe=RECIPES)
-def test_whole_graphs(form: str, recipe: Recipe | None, accumulate: bool) -> None:
-    found = []
+@pytest.mark.matrix(
+    sequential=("no", "fused", "composed"),
+    mlp=(False, True),
+    module=(False, True),
+    accumulate=(False, True),
+    recipe=RECIPES,
+    valid=lambda sequential, mlp, module, **_: sequential == "no" or (mlp and module),
+)
+def test_whole_graphs(sequential: str, mlp: bool, module: bool, recipe: Recipe | None, accumulate: bool) -> None:
+    form, found = form_of(sequential, mlp, module), []
     for compiled in (False, True):
         s = setup(form, False, accumulate=accumulate, recipe=recipe)
         held = main_grads(s.weights, 0.5) if accumulate else []

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.conftest import ROOT
+import pytest
+
+from tests.torch_frontend.program_tools import run_program
 
 
-def test_a_step_in_several_microbatches(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # as where the program runs by itself
+def test_a_step_in_several_microbatches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = tmp_path / "step.json"
-    command = [sys.executable, "benchmarks/bench_step.py", "--device", "cpu", "--cases", "jagged", "tail"]
+    command = ["benchmarks/bench_step.py", "--device", "cpu", "--cases", "jagged", "tail"]
     command += ["--microbatches", "2", "--budget", "0.02", "--json", str(results)]
     candidates = ["FP8Delayed", "FP8Delayed, each", "FP8Block, primary"]
-    done = subprocess.run(
-        [*command, "--candidates", *candidates], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    run_program([*command, "--candidates", *candidates], monkeypatch)
     rows = json.loads(results.read_text())["rows"]
     wanted = [
         (case, destination, candidate)

@@ -33,7 +33,7 @@ from tests.torch_frontend.lora_layer_tools import (
     tokens_of,
 )
 from tests.torch_frontend.nn_tools import drawn_key, main_grads
-from tests.torch_frontend.torch_tools import counted_launches, saved_tensors
+from tests.torch_frontend.torch_tools import counted_launches, manual_seed, saved_tensors
 from torch_bridge import nn
 
 VALID = sum(SIZES)
@@ -309,9 +309,9 @@ def test_elements_are_dropped_in_training_alone_with_a_key_of_each_pass(form: st
     asserts.bitwise(p(), plain())
     assert torch.equal(torch.get_rng_state(), state), "a key that nothing reads"
     p.module.train()
-    torch.manual_seed(7)
+    manual_seed(7)
     first, second = p(), p()
-    torch.manual_seed(7)
+    manual_seed(7)
     keys = drawn_key(), drawn_key()
     for y, key in zip((first, second), keys, strict=True):
         asserts.bitwise(y, p.function(lora_dropout=0.25, lora_key=key))
@@ -322,10 +322,10 @@ def test_elements_are_dropped_in_training_alone_with_a_key_of_each_pass(form: st
 @pytest.mark.rule("LOR-1")
 def test_recomputed_passes_drop_the_same_elements():
     p = build("GroupedMLP", lora_dropout=0.25)
-    torch.manual_seed(7)
+    manual_seed(7)
     p.backward()
     expected = grads(p)
-    torch.manual_seed(7)
+    manual_seed(7)
     x = p.x.clone().requires_grad_()
     checkpoint(p, x, use_reentrant=False).backward(p.dy)
     for one, two in zip(grads(p), expected, strict=True):
@@ -554,7 +554,7 @@ def test_compiled_layers_give_the_same_bits(form: str, accumulate: bool, dropout
         if accumulate:
             main_grads(p.factors(), 0.5)
         function, x = wrap(lambda x: torch.relu(p(x * 2))), p.x.clone().requires_grad_()
-        torch.manual_seed(11)
+        manual_seed(11)
         y = function(x)
         y.backward(torch.ones_like(y))
         return [y.detach(), x.grad, *(each.main_grad if accumulate else each.grad for each in p.factors())]
@@ -574,7 +574,7 @@ def test_layers_with_quantised_weights_stay_outside_of_graphs(form: str):
     y = p.backward()
     expected = grads(p)
     torch.compiler.reset()
-    compiled = torch.compile(lambda x: p(x), backend="aot_eager")
+    compiled = torch.compile(lambda x: p(x), backend="eager")  # what stays outside has no backend
     found = compiled(p.x.clone().requires_grad_())
     found.backward(p.dy)
     asserts.bitwise(found, y)
@@ -588,7 +588,7 @@ def test_layers_with_quantised_weights_stay_outside_of_graphs(form: str):
 @pytest.mark.rule("LOR-1", "LOR-4", "LYR-16")
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_moe_layer_trains_router_and_adapters(shared: bool):
-    torch.manual_seed(0)
+    manual_seed(0)
     options: dict[str, Any] = {**OPTIONS, "shared_dim": F if shared else None, "dtype": torch.bfloat16}
     moe = nn.MoE(H, F, G, 2, **options)
     fill([each for each in moe.modules() if isinstance(each, nn.GroupedLinear)])
@@ -612,7 +612,7 @@ def test_a_moe_layer_trains_router_and_adapters(shared: bool):
 @pytest.mark.rule("LOR-4", "DLY-2", "LOR-1")
 def test_a_moe_layer_delays_the_gradients_of_its_adapters():
     def run(delay: bool) -> list[Any]:
-        torch.manual_seed(0)
+        manual_seed(0)
         moe = nn.MoE(H, F, G, 2, **OPTIONS, dtype=torch.bfloat16, delay_wgrad_compute=delay)
         fill([moe.experts.linear_fc1, moe.experts.linear_fc2])
         for at in range(2):

@@ -25,7 +25,7 @@ from tests.torch_frontend.routing_tools import (
     mask_of,
     near,
 )
-from tests.torch_frontend.torch_tools import counted_launches, leaf, saved_tensors, tensor
+from tests.torch_frontend.torch_tools import counted_launches, leaf, manual_seed, saved_tensors, tensor
 from torch_bridge import (
     MXFP8,
     NVFP4,
@@ -59,7 +59,7 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 def _layer(**options: Any) -> Any:
-    torch.manual_seed(0)
+    manual_seed(0)
     return nn.MoE(H, F, E, K, **{**LOSSES, **options})
 
 
@@ -208,9 +208,9 @@ def test_the_gate_is_a_sigmoid_and_dropped_tokens_get_the_shared_expert() -> Non
 @pytest.mark.rule("LYR-1")
 def test_jitter_is_drawn_in_training_alone() -> None:
     module, x = _layer(jitter=0.3), _x()
-    torch.manual_seed(3)
+    manual_seed(3)
     one, two = module(x)[0], module(x)[0]
-    torch.manual_seed(3)
+    manual_seed(3)
     again = module(x)[0]
     asserts.bitwise(one, again, "the same seed")
     assert not torch.equal(one, two)
@@ -271,7 +271,7 @@ def _both(module: Any, twin: Any, x: Any, **keywords: Any) -> tuple[Tensor, Tens
 def test_experts_deliver_gradients_as_a_grouped_mlp_does(
     listed: bool, accumulate: bool, delayed: bool, recipe: Any
 ) -> None:
-    torch.manual_seed(0)
+    manual_seed(0)
     options = {"accumulate_into_main_grad": accumulate, "delay_wgrad_compute": delayed, "recipe": recipe}
     module = nn.MoE(128, 64, E, K, single_grouped_weight=not listed, bias=True, **options)
     twin = _as_grouped(module)
@@ -299,14 +299,14 @@ def test_experts_deliver_gradients_as_a_grouped_mlp_does(
 
 
 def _seeded(run: Callable[[], Any]) -> Any:
-    torch.manual_seed(1)
+    manual_seed(1)
     return run()
 
 
 @pytest.mark.rule("LYR-16", "DLY-1")
 @pytest.mark.parametrize("recipe", [None, FP8Current, MXFP8])
 def test_delayed_gradients_of_the_first_weight_wait_with_tokens_and_maps(recipe: Any) -> None:
-    torch.manual_seed(0)
+    manual_seed(0)
     module = nn.MoE(128, 192, E, K, recipe=recipe, delay_wgrad_compute=True)
     x = _x(hidden=128)
     module(x)[0].sum().backward()
@@ -336,7 +336,7 @@ def test_tokens_and_hidden_rows_can_be_offloaded() -> None:
 @pytest.mark.rule("QNT-1", "LYR-16")
 @pytest.mark.parametrize("quantized", [False, True])
 def test_experts_with_delayed_scaling_and_a_cache(quantized: bool) -> None:
-    torch.manual_seed(0)
+    manual_seed(0)
     module = nn.MoE(128, 64, E, K, recipe=FP8Delayed, quantized_weights=quantized)
     twin = _as_grouped(module)
     for step in range(2):
@@ -367,17 +367,27 @@ def test_autocast() -> None:
 # ---- graphs and recomputation
 
 
-@pytest.mark.rule("GRD-12")
+@pytest.mark.rule("GRD-12", "GRD-1")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("recipe", [None, FP8Current])
-def test_a_compiled_layer_has_the_bits_of_the_eager_one(backend: str, recipe: Any) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize(
+    ("backend", "recipe", "listed"),
+    [("inductor", None, None), ("aot_eager", FP8Current, False), ("aot_eager", None, True)],
+)
+def test_a_compiled_layer_has_the_bits_of_the_eager_one(backend: str, recipe: Any, listed: bool | None) -> None:
+    """Its gradients go to autograd, or with `listed` to `main_grad`, of weights that are lists or not."""
+    manual_seed(0)
     options: dict[str, Any] = {"shared_dim": 64, "shared_gate": True, "selection_bias": True, "recipe": recipe}
+    if listed is not None:
+        options |= {"accumulate_into_main_grad": True, "single_grouped_weight": not listed}
     module, x = nn.MoE(128, 64, E, K, **LOSSES, **options), _x(hidden=128)
     mask = torch.from_numpy(mask_of(T)).reshape(SHAPE[:2])
-    run = torch.compile(module, fullgraph=True, backend=backend)
-    _same(_step(run, module, x, mask=mask), _step(module, module, x, mask=mask))
+    every: list[Any] = [] if listed is None else [*module.experts.parameters(), *module.shared.parameters()]
+    found = []
+    for run in (module, torch.compile(module, fullgraph=True, backend=backend)):
+        for each in every:
+            each.main_grad = torch.full(each.shape, 0.5)
+        found.append(_step(run, module, x, mask=mask) | {str(at): each.main_grad for at, each in enumerate(every)})
+    _same(found[1], found[0])
 
 
 @pytest.mark.rule("GRD-12", "LYR-1")
@@ -385,19 +395,6 @@ def test_a_compiled_layer_draws_its_keys_in_the_graph() -> None:
     module, x = _layer(jitter=0.3), _x()
     run = torch.compile(module, fullgraph=True, backend="aot_eager")
     _same(*(_seeded(partial(_step, each, module, x)) for each in (run, module)))
-
-
-@pytest.mark.rule("GRD-12", "GRD-1")
-@pytest.mark.parametrize("listed", [False, True])
-def test_a_compiled_layer_adds_to_main_grad(listed: bool) -> None:
-    module, x = _layer(accumulate_into_main_grad=True, single_grouped_weight=not listed), _x()
-    found = []
-    for run in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
-        every: list[Any] = list(module.experts.parameters())
-        for each in every:
-            each.main_grad = torch.full(each.shape, 0.5)
-        found.append(_step(run, module, x) | {str(at): each.main_grad for at, each in enumerate(every)})
-    _same(found[1], found[0])
 
 
 @pytest.mark.rule("LYR-15")

@@ -15,7 +15,7 @@ from tests import asserts, bounds, cases
 from tests.parity.adapters import to_torch
 from tests.parity.mlp_adapters import problem
 from tests.torch_frontend.nn_tools import MODULES, fill, setup
-from tests.torch_frontend.torch_tools import counted_launches, leaf, small
+from tests.torch_frontend.torch_tools import counted_launches, leaf, manual_seed, small
 from torch_bridge import GroupSizes, grouped_linear, grouped_mlp, nn, scaling_state
 
 FORMS = [(weight, bias) for weight in (False, True) for bias in (False, True)]
@@ -186,7 +186,7 @@ def test_both_forms_start_with_the_same_values() -> None:
     values = []
     mlp: Any = None
     for single in (False, True):
-        torch.manual_seed(3)
+        manual_seed(3)
         mlp = nn.GroupedMLP(3, 8, 4, bias=True, single_grouped_weight=single, single_grouped_bias=single)
         for layer in (mlp.linear_fc1, mlp.linear_fc2):
             w, b = layer.weights(layer.weight_parameters(), torch.float32), layer.biases()

@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 from tests import asserts
+from tests.torch_frontend.compile_tools import module_of
 from tests.torch_frontend.nn_tools import MODULES, main_grads, setup
 from tests.torch_frontend.torch_tools import counted_launches, leaf
 from torch_bridge.offload import cpu_offload
@@ -21,11 +22,15 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_of_other_modules() -> None:
+    torch.compiler.reset()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
     yield
-    torch.compiler.reset()
+    torch.compiler.reset()  # for the next test, too
 
 
 def _results(s: Any, *, backend: str | None, whole: bool = True, autocast: bool = False) -> list[Any]:
@@ -67,15 +72,17 @@ def _prepared(form: str, listed: bool, *, accumulate: bool = False, delay: bool 
 
 
 @pytest.mark.rule("GRD-12")
-@pytest.mark.matrix(form=MODULES, listed=(False, True), autocast=(False, True))
-def test_rows_1_and_2_are_whole_graphs(form: str, listed: bool, autocast: bool) -> None:
+@pytest.mark.matrix(sequential=(False, True), mlp=(False, True), listed=(False, True), autocast=(False, True))
+def test_rows_1_and_2_are_whole_graphs(sequential: bool, mlp: bool, listed: bool, autocast: bool) -> None:
+    form = module_of(sequential, mlp)
     expected = _results(_prepared(form, listed), backend=None, autocast=autocast)
     _same(_results(_prepared(form, listed), backend="aot_eager", autocast=autocast), expected)
 
 
 @pytest.mark.rule("GRD-12")
-@pytest.mark.matrix(form=MODULES, listed=(False, True), overwrite=(False, True))
-def test_row_4_is_a_whole_graph(form: str, listed: bool, overwrite: bool) -> None:
+@pytest.mark.matrix(sequential=(False, True), mlp=(False, True), listed=(False, True), overwrite=(False, True))
+def test_row_4_is_a_whole_graph(sequential: bool, mlp: bool, listed: bool, overwrite: bool) -> None:
+    form = module_of(sequential, mlp)
     options = {"accumulate": True, "overwrite_main_grad": overwrite}
     expected = _results(_prepared(form, listed, **options), backend=None)
     _same(_results(_prepared(form, listed, **options), backend="aot_eager"), expected)
@@ -97,10 +104,25 @@ _BREAKING: dict[str, dict[str, Any]] = {
 }
 
 
+_FORMS_OF_ROWS = {
+    "row3": ("GroupedLinear",),
+    "row5": ("GroupedMLP",),
+    "row6": ("Sequential_composed",),
+    "row7": ("GroupedMLP",),
+    "row8": ("Sequential_fused",),
+    "row9": ("GroupedLinear",),
+}
+"""What a row is asked of, without --full: one function of all forms decides that a graph ends."""
+
+
 @pytest.mark.rule("GRD-12")
 @pytest.mark.parametrize(
     ("row", "form"),
-    [*((row, "GroupedMLP") for row in _BREAKING), *(("row8", form) for form in MODULES[:1] + MODULES[2:])],
+    [
+        pytest.param(row, form, marks=() if form in shown else pytest.mark.slow)
+        for row, shown in _FORMS_OF_ROWS.items()
+        for form in MODULES
+    ],
 )
 def test_rows_with_host_state_break_the_graph_and_nothing_else(form: str, row: str) -> None:
     options = _BREAKING[row]

@@ -21,7 +21,7 @@ from grouped_core import recipes
 from grouped_core.recipes import Recipe
 from tests import asserts
 from tests.torch_frontend.nn_tools import MODULES, main_grads, setup
-from tests.torch_frontend.torch_tools import allocations, leaf
+from tests.torch_frontend.torch_tools import allocations, leaf, manual_seed
 from tests.torch_frontend.training_checks import (
     by_form,
     by_holding,
@@ -146,7 +146,7 @@ def test_a_recipe_does_not_reach_its_neighbours(form: str, recipe: Recipe) -> No
     earlier = alone([bare.x, bare.dy, bare.dy], cotangents)
 
     s = setup(form, False, recipe=recipe, **options)
-    torch.manual_seed(0)
+    manual_seed(0)
     x = leaf(s.x)
     a = before(x)
     b = s.run(a)
@@ -223,7 +223,7 @@ def test_a_pass_that_is_recomputed_draws_as_it_did(form: str, evaluated: int | N
     for again in (False, True):
         for weight in s.weights:
             weight.grad = None
-        torch.manual_seed(1)
+        manual_seed(1)
         x = leaf(s.x)
         with set_checkpoint_early_stop(False):
             y: Any = checkpoint(block, x, use_reentrant=reentrant) if again else block(x)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from grouped_core import recipes
@@ -13,7 +12,7 @@ from grouped_core.recipes import Recipe
 from tests import asserts
 from tests.torch_frontend.nn_tools import MODULES, setup
 from tests.torch_frontend.offload_tools import recorded
-from tests.torch_frontend.torch_tools import leaf
+from tests.torch_frontend.torch_tools import leaf, manual_seed
 from torch_bridge import _saved
 from torch_bridge.offload import cpu_offload
 
@@ -35,7 +34,7 @@ def _step(s: Any, **options: Any) -> tuple[list[Tensor], dict[int, tuple[str, in
                 told[each.data_ptr()] = (name, each.dim())
         original(tensors, names)
 
-    torch.manual_seed(0)
+    manual_seed(0)
     x = leaf(s.x)
     with pytest.MonkeyPatch.context() as patch, cpu_offload(enabled=bool(options), **options):
         patch.setattr(_saved, "tell", tell)

@@ -25,7 +25,7 @@ from tests.torch_frontend.primary_tools import (
     same_codes,
 )
 from tests.torch_frontend.recipe_tools import ALL, BF16, same, seeded
-from tests.torch_frontend.torch_tools import leaf
+from tests.torch_frontend.torch_tools import leaf, manual_seed
 from torch_bridge import dequantize, nn, params, quantize, shards, update_scaling
 from torch_bridge.quantized_weight import named_parts as parts_of
 
@@ -85,7 +85,7 @@ def test_gradients_reach_main_grad_at_once_and_later(form: str, listed: bool, re
         for weight in s.weights:
             weight.grad_added_to_main_grad = False
         for seed in (1, 2):
-            torch.manual_seed(seed)
+            manual_seed(seed)
             s.run(leaf(s.x)).backward(s.dy)
         if delay:
             assert all((weight.main_grad == 0.5).all() for weight in s.weights)
@@ -125,7 +125,7 @@ def test_frozen_weights(form: str, recipe: Recipe) -> None:
     assert held.weights[0].grad is None
     assert held.weights[1].grad is not None
     with torch.inference_mode():
-        torch.manual_seed(1)
+        manual_seed(1)
         asserts.bitwise(held.run(held.x), plain.run(plain.x))
 
 
@@ -142,7 +142,7 @@ def test_microbatches_have_nothing_to_quantise(form: str) -> None:
 def test_residual_policies_agree() -> None:
     found = []
     for residuals in ("save_fc1", "save_input", "save_all"):
-        torch.manual_seed(0)
+        manual_seed(0)
         options: Any = {"recipe": recipes.FP8Block, "quantized_weights": True, "dtype": torch.bfloat16}
         module = nn.GroupedMLP(3, 48, 32, residuals=residuals, **options)
         x = leaf(torch.randn(11, 48).bfloat16())
@@ -321,7 +321,7 @@ def test_an_optimiser_without_masters_updates_them(optimizer: Any) -> None:
 @by_recipe
 def test_fifty_steps_with_masters_stay_near_bf16(recipe: Recipe) -> None:
     """A teacher's outputs are learnt about as well as with bf16 weights, from the same unrounded start."""
-    torch.manual_seed(0)
+    manual_seed(0)
     teacher = nn.GroupedMLP(3, 32, 32, dtype=torch.float32)
     x = torch.randn(96, 32)
     sizes = torch.tensor([40, 20, 36], dtype=torch.int32)
@@ -329,7 +329,7 @@ def test_fifty_steps_with_masters_stay_near_bf16(recipe: Recipe) -> None:
         target = teacher(x, sizes)
     losses = []
     for options in ({}, {"recipe": recipe, "quantized_weights": True, "preserve_high_precision_init": True}):
-        torch.manual_seed(1)
+        manual_seed(1)
         student = nn.GroupedMLP(3, 32, 32, dtype=torch.bfloat16, **options)
         weights: list[Any] = list(student.parameters())
         starts = [each.high_precision_init_val() if options else each.detach() for each in weights]
@@ -364,9 +364,9 @@ def test_fifty_steps_with_masters_stay_near_bf16(recipe: Recipe) -> None:
 @by_holding
 def test_the_initial_value_is_that_of_plain_weights_and_may_be_preserved(recipe: Recipe, listed: bool) -> None:
     for preserve in (True, False):
-        torch.manual_seed(3)
+        manual_seed(3)
         plain = layer(recipe, listed, quantized_weights=False)
-        torch.manual_seed(3)
+        manual_seed(3)
         held = layer(recipe, listed, preserve_high_precision_init=preserve)
         written = copy.deepcopy(held)
         with torch.no_grad():

@@ -13,7 +13,7 @@ from tests import asserts
 from tests.torch_frontend.compile_tools import compiled, eager
 from tests.torch_frontend.nn_tools import setup
 from tests.torch_frontend.recipe_tools import BF16, same, states
-from tests.torch_frontend.torch_tools import leaf
+from tests.torch_frontend.torch_tools import leaf, manual_seed
 from torch_bridge import (
     dequantize,
     grouped_mlp_bwd_dw,
@@ -121,7 +121,7 @@ def test_hidden_rows_are_made_again_of_the_cached_codes(needs_x: bool, dgrad: An
     """The codes of a frozen weight in the cache are older than the scales of a pass that reads them."""
     found = []
     for policy in ("save_all", "save_input"):
-        torch.manual_seed(1)
+        manual_seed(1)
         recipe = DELAYED.replace(dgrad=dgrad)
         module = nn.GroupedMLP(3, 64, 96, dtype=torch.bfloat16, recipe=recipe, residuals=policy)
         module.linear_fc1.requires_grad_(False)
@@ -138,8 +138,18 @@ def test_hidden_rows_are_made_again_of_the_cached_codes(needs_x: bool, dgrad: An
 
 @pytest.mark.rule("MLP-10", "GRD-12")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning")
-@by_saved
-@pytest.mark.parametrize(("form", "options"), OPERATIONS[:2] + OPERATIONS[-1:], ids=lambda v: str(v))
+@pytest.mark.parametrize(
+    ("form", "options", "saved"),
+    # A module of layers in turn is one MLP when it is fused, beside states that it owns.
+    [
+        *((*OPERATIONS[at], saved) for at, saved in ((0, "quantized"), (0, "input"), (1, "input"), (-1, "quantized"))),
+        *(
+            pytest.param(*OPERATIONS[at], saved, marks=pytest.mark.slow)
+            for at, saved in ((1, "quantized"), (-1, "input"))
+        ),
+    ],
+    ids=str,
+)
 def test_compiled_passes_read_the_multipliers_of_forward(form: str, options: Any, saved: str) -> None:
     """Its compiler moves copies of what is at hand to backward, where the state may be another."""
     found = []

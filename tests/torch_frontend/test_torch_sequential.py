@@ -13,7 +13,7 @@ from torch import Tensor
 from grouped_core.activations import Activation
 from tests import asserts, cases
 from tests.torch_frontend.nn_tools import setup
-from tests.torch_frontend.torch_tools import counted_launches, leaf
+from tests.torch_frontend.torch_tools import counted_launches, leaf, manual_seed
 from torch_bridge import FP32, nn
 
 G, H, F = 5, 16, 24
@@ -87,7 +87,7 @@ def test_fused_and_composed_give_the_same(bias: bool) -> None:
     """On the CPU bit by bit, y and every gradient."""
     found = []
     for fuse in ("always", "never"):
-        torch.manual_seed(1)
+        manual_seed(1)
         layers = _layers(
             fc1=lambda: _linear(H, 2 * F, bias=bias), fc2=lambda: _linear(F, H, bias=bias, scale_bias=bias)
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from grouped_core.recipes import Recipe
 from tests import asserts, cases
 from tests.torch_frontend.nn_tools import MODULES, build, main_grads, setup
-from tests.torch_frontend.torch_tools import leaf
+from tests.torch_frontend.torch_tools import leaf, manual_seed
 from torch_bridge import nn
 
 by_form = pytest.mark.parametrize("form", MODULES)
@@ -31,7 +31,7 @@ def _step_with_tail(form: str, case: str, tail: float, recipe: Recipe | None) ->
     probs = s.probs.requires_grad_()
     for rows in (s.x, s.dy, probs.data):
         rows[cases.named(case).valid :] = tail
-    torch.manual_seed(0)
+    manual_seed(0)
     x = s.backward()
     found = [s.run(s.x).detach(), x.grad, *(weight.grad for weight in s.weights)]
     return found if probs.grad is None else [*found, probs.grad]
@@ -100,7 +100,7 @@ def _sequential(form: str, of: cases.Case) -> nn.Sequential:
 def trained(form: str, case: str = "jagged") -> list[Tensor]:
     """The loss of each step and the parameters at the end, of a router, the experts with biases, and Adam."""
     of = cases.named(case)
-    torch.manual_seed(7)
+    manual_seed(7)
     experts = build(form, of, "float32", True, bias=True) if "Sequential" not in form else _sequential(form, of)
     router = torch.nn.Linear(of.k, of.groups)
     sizes = torch.tensor(of.sizes, dtype=torch.int32)
