@@ -47,8 +47,8 @@ def apply(layer: Any, x: jax.Array, **options: Any) -> jax.Array:
 
 def cotangents(layer: Any, x: jax.Array, **options: Any) -> tuple[Any, Any, Any]:
     """Gradients of the parameters, what comes back for the state, and the gradient of x."""
-    structure, *state = flax_nnx.split(layer, *PARTS)
-    return _cotangents(structure, *state, x, options)
+    structure, params, scaling, keys = flax_nnx.split(layer, *PARTS)
+    return _cotangents(structure, params, scaling, keys, x, options)
 
 
 @partial(jax.jit, static_argnums=0)
