@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +64,10 @@ def build(kind: str, form: str, *, zero: bool = False, **options: Any) -> Layer:
     """A layer whose parameters are bfloat16 and whose B is random unless `zero`."""
     given = {"lora_rank": R, "lora_alpha": ALPHA, "param_dtype": jnp.bfloat16, **options}
     return (_nnx if kind == "nnx" else _linen)(form, zero, given)
+
+
+built = cache(build)
+"""The same, made once: for tests that do not change a module."""
 
 
 def _filled(factors: Any) -> Any:

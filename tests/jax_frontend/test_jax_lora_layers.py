@@ -31,6 +31,7 @@ from tests.jax_frontend.lora_layer_tools import (
     R,
     X,
     build,
+    built,
     function,
     loss,
     made,
@@ -46,9 +47,10 @@ every_layer = pytest.mark.parametrize("form", LAYERS)
 @every_layer
 @every_kind
 def test_layers_call_the_functions_under_jit_too(kind: str, form: str):
-    layer = build(kind, form)
-    asserts.bitwise(layer(), function(layer))
-    asserts.bitwise(jax.jit(layer.__call__)(layer.factors), function(layer))
+    layer = built(kind, form)
+    expected = function(layer)
+    asserts.bitwise(layer(), expected)
+    asserts.bitwise(jax.jit(layer.__call__)(layer.factors), expected)
     found = jax.jit(jax.grad(lambda factors: loss(layer(factors))))(layer.factors)
     same(found, jax.grad(lambda factors: loss(function(layer, factors)))(layer.factors))
     if form != "MoE":  # there every expert may have a token
@@ -59,7 +61,7 @@ def test_layers_call_the_functions_under_jit_too(kind: str, form: str):
 @pytest.mark.rule("LOR-1", "LOR-4")
 @every_layer
 def test_both_kinds_give_the_same_bits(form: str):
-    one, two = build("nnx", form), build("linen", form)
+    one, two = built("nnx", form), built("linen", form)
     asserts.bitwise(one.apply(one.params, one.factors, X), two.apply(one.params, one.factors, X))
 
 
@@ -67,8 +69,8 @@ def test_both_kinds_give_the_same_bits(form: str):
 @every_layer
 @every_kind
 def test_a_new_layer_computes_what_its_weights_do(kind: str, form: str):
-    layer = build(kind, form, zero=True)
-    base = build(kind, form, lora_rank=None, lora_alpha=None)
+    layer = built(kind, form, zero=True)
+    base = built(kind, form, lora_rank=None, lora_alpha=None)
     assert sorted(layer.params) == sorted(base.params), "names of weights do not change"
     for name in PARTS[form]:
         a, b = (np.asarray(layer.factors[f"{name}_{part}"], np.float32) for part in "ab")
@@ -82,7 +84,7 @@ def test_a_new_layer_computes_what_its_weights_do(kind: str, form: str):
 @every_layer
 @every_kind
 def test_weights_have_no_gradient_and_a_router_has(kind: str, form: str):
-    layer = build(kind, form)
+    layer = built(kind, form)
     found = jax.grad(lambda params: loss(layer.apply(params, layer.factors, X)))(layer.params)
     frozen = [name for name in found if name != "router"]
     assert frozen
@@ -94,7 +96,7 @@ def test_weights_have_no_gradient_and_a_router_has(kind: str, form: str):
 
 @pytest.mark.rule("LOR-2", "LOR-4")
 def test_nnx_differentiates_adapters_alone():
-    module = build("nnx", "GroupedMLP").module
+    module = built("nnx", "GroupedMLP").module
     named = dict(module.__dict__)
     wanted = [f"{name}_{part}" for name in PARTS["GroupedMLP"] for part in "ab"]
     assert all(type(named[each]) is flax_nnx.LoRAParam for each in wanted)
@@ -103,14 +105,14 @@ def test_nnx_differentiates_adapters_alone():
         return loss(layer(X, SIZES, PROBS))
 
     found = flax_nnx.to_pure_dict(flax_nnx.grad(of, argnums=flax_nnx.DiffState(0, flax_nnx.LoRAParam))(module))
-    layer = build("nnx", "GroupedMLP")
+    layer = built("nnx", "GroupedMLP")
     same(found, jax.grad(lambda factors: loss(layer(factors)))(layer.factors))
 
 
 @pytest.mark.rule("LOR-2", "LOR-4")
 @every_kind
 def test_no_weight_gradient_of_the_base_is_launched(kind: str):
-    layer = build(kind, "GroupedMLP")
+    layer = built(kind, "GroupedMLP")
     program = str(jax.make_jaxpr(jax.grad(lambda factors: loss(layer(factors))))(layer.factors))
     assert program.count("name='low_rank_grads'") == 2, "B of both weights"
     assert program.count("('contract_rows', 1)") == 2, "A of both weights"
@@ -123,10 +125,10 @@ def test_no_weight_gradient_of_the_base_is_launched(kind: str):
 @every_layer
 @every_kind
 def test_elements_are_dropped_in_training_alone(kind: str, form: str):
-    layer, plain = build(kind, form, lora_dropout=0.25), build(kind, form)
+    layer, plain = built(kind, form, lora_dropout=0.25), built(kind, form)
     key, other = jax.random.key(3), jax.random.key(4)
     asserts.bitwise(layer(key=key, training=False), plain())
-    asserts.bitwise(build(kind, form, lora_dropout=0.25, deterministic=True)(training=False), plain())
+    asserts.bitwise(built(kind, form, lora_dropout=0.25, deterministic=True)(training=False), plain())
     first = layer(key=key)
     asserts.bitwise(layer(key=key), first)
     asserts.bitwise(jax.jit(lambda key: layer(key=key))(key), first)
@@ -152,7 +154,7 @@ def test_nnx_layers_have_a_stream_of_their_own():
 @pytest.mark.rule("LOR-1", "ERR-1")
 def test_linen_layers_need_keys_of_dropout():
     with pytest.raises(Exception, match="dropout"):
-        build("linen", "GroupedLinear", lora_dropout=0.5)()
+        built("linen", "GroupedLinear", lora_dropout=0.5)()
 
 
 # ---- merging ---------------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def test_merged_weights_are_rounded_once(kind: str, form: str, dtype: str):
         exact, size = w + SCALING * a @ b, np.abs(w) + SCALING * np.abs(a) @ np.abs(b)
         limit = bounds.half_ulp(np.abs(exact), dtype) + 2.0**-20 * size
         asserts.within(np.asarray(weights[weight]), Bounded(exact, limit, dtype), weight)
-    base = build(kind, form, lora_rank=None, lora_alpha=None, param_dtype=dtype, dtype=dtype, use_bias=False)
+    base = built(kind, form, lora_rank=None, lora_alpha=None, param_dtype=dtype, dtype=dtype, use_bias=False)
     after = np.asarray(base.apply(weights, {}, X), np.float64)
     assert np.linalg.norm(after - before) < bounds.MERGED[dtype] * np.linalg.norm(before)
     if kind == "nnx":
@@ -212,7 +214,7 @@ def test_a_shared_expert_has_adapters_and_is_merged_too(kind: str):
     before = np.asarray(layer(), np.float64)
     weights = _merged(kind, layer)
     assert np.any(np.asarray(weights["shared"]["wi"]) != np.asarray(layer.params["shared"]["wi"]))
-    base = build(kind, "MoE", shared_dim=F, shared_gate=True, lora_rank=None, lora_alpha=None)
+    base = built(kind, "MoE", shared_dim=F, shared_gate=True, lora_rank=None, lora_alpha=None)
     after = np.asarray(base.apply(weights, {}, X), np.float64)
     assert np.linalg.norm(after - before) < bounds.MERGED["bfloat16"] * np.linalg.norm(before)
 

@@ -84,9 +84,10 @@ def scores(z: Any, kind: str) -> Any:
     return 1 / (1 + jnp.exp(-z)) if kind == "sigmoid" else jnp.sqrt(jnp.log1p(jnp.exp(z)))
 
 
-def swiglu(x: Any, wi: Any, wo: Any) -> Any:
-    gate, up = jnp.split(x @ wi, 2, axis=1)
-    return (gate / (1 + jnp.exp(-gate)) * up) @ wo
+def swiglu(x: Any, wi: Any, wo: Any, share: Any) -> Any:
+    """The sum of all experts' results [T, H], each times its share [T, E] of a token."""
+    gate, up = jnp.split(jnp.einsum("th,ehf->etf", x, wi), 2, axis=2)
+    return jnp.einsum("te,etf,efh->th", share, gate / (1 + jnp.exp(-gate)) * up, wo)
 
 
 def dense(p: dict[str, Any], x: Any, experts: Any, options: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -102,8 +103,8 @@ def dense(p: dict[str, Any], x: Any, experts: Any, options: dict[str, Any]) -> t
         if options.get("normalize", kind != "softmax"):
             weights = weights / weights.sum(axis=1, keepdims=True)
     share = options.get("scale", 1.0) * jnp.where(hot, weights[:, :, None], 0).sum(axis=1)
-    y = sum(share[:, e, None] * swiglu(x, p["wi"][e], p["wo"][e]) for e in range(E))
-    y = y + scores(x @ p["gate"], "sigmoid") * swiglu(x, p["shared_wi"][0], p["shared_wo"][0])
+    y = swiglu(x, p["wi"], p["wo"], share)
+    y = y + swiglu(x, p["shared_wi"], p["shared_wo"], scores(x @ p["gate"], "sigmoid"))
     full = s / s.sum(axis=1, keepdims=True)
     aux = (
         options.get("aux_coeff", 0.0)

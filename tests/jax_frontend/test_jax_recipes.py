@@ -132,8 +132,17 @@ def test_what_is_no_state_is_refused():
         jax_grouped.ragged_dot(normal(M, K), normal(G, K, N), SIZES, recipe=recent.bind(bound.state))
 
 
-@pytest.mark.parametrize("name", [None, "MXFP8", "FP8Delayed"])
-@pytest.mark.parametrize("operation", ["linear", "mlp"])
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        *(("linear", None), ("linear", "FP8Delayed"), ("mlp", "MXFP8")),
+        # Eagerly, each primitive of these is a program of its own; those above have all operations and recipes.
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("linear", "MXFP8"), ("mlp", None), ("mlp", "FP8Delayed"))
+        ),
+    ],
+)
 def test_shard_map_needs_no_jit_around_it(operation: str, name: str | None):
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
     recipe: Any = None if name is None else getattr(recipes, name)

@@ -71,12 +71,11 @@ def in_parts(a: dict[str, Any], experts: Any, max_rows: int | None = None, **opt
 
 def dense(a: dict[str, Any], experts: Any) -> Any:
     """Each expert on every token, times what the token gives it."""
-    y = jnp.zeros_like(a["x"])
-    for e in range(len(a["wi"])):
-        gate, up = jnp.split(a["x"] @ a["wi"][e] + a["wi_bias"][e][None], 2, axis=1)
-        share = jnp.where(experts == e, a["weights"], 0).sum(axis=1, keepdims=True)
-        y = y + share * ((gate / (1 + jnp.exp(-gate)) * up) @ a["wo"][e] + a["wo_bias"][e][None])
-    return y
+    gate, up = jnp.split(jnp.einsum("th,ehf->etf", a["x"], a["wi"]) + a["wi_bias"][:, None], 2, axis=2)
+    hot = np.asarray(experts)[:, :, None] == np.arange(G)
+    share = jnp.where(hot, a["weights"][:, :, None], 0).sum(axis=1)
+    act = gate / (1 + jnp.exp(-gate)) * up
+    return jnp.einsum("te,etf,efh->th", share, act, a["wo"]) + share @ a["wo_bias"]
 
 
 def relative(found: Any, expected: Any, what: str) -> None:

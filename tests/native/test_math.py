@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ def call(lib: ctypes.CDLL, name: str, *arguments: Any) -> None:
     getattr(lib, name)(*map(passed, arguments))
 
 
+@cache
 def every_16_bit_input() -> np.ndarray:
     codes = np.arange(1 << 16, dtype=np.uint16)
     return np.concatenate([codes.view(cases.numpy_dtype(name)).astype(np.float32) for name in ("bfloat16", "float16")])
@@ -72,6 +74,7 @@ def decision_points(dtype: str) -> np.ndarray:
     return neighbours(np.concatenate([values, (values[1:] + values[:-1]) / 2]))
 
 
+@cache
 def amaxes() -> np.ndarray:
     """Largest values * 2^k and their neighbours for all k, every exponent, and random bits."""
     with np.errstate(all="ignore"):
@@ -85,15 +88,31 @@ def random_floats(shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
     return (np.random.default_rng(1).standard_normal(shape) * scale).astype(np.float32)
 
 
+@cache
+def scaled_inputs() -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return (every_16_bit_input()[:, None] * SCALES).reshape(-1)
+
+
+@cache
+def encodings(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """(numbers, their codes), for every build."""
+    x = np.concatenate([scaled_inputs(), decision_points(dtype)])
+    x = np.concatenate([x, np.zeros(x.size % 2, np.float32)])
+    return x, rounding.encode(x, dtype)
+
+
+@cache
+def stochastic_codes() -> np.ndarray:
+    return rounding.encode_stochastic(*draws())
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_encoding(lib, dtype):
-    with np.errstate(all="ignore"):
-        scaled = (every_16_bit_input()[:, None] * SCALES).reshape(-1)
-    x = np.concatenate([scaled, decision_points(dtype)])
-    x = np.concatenate([x, np.zeros(x.size % 2, np.float32)])
+    x, wanted = encodings(dtype)
     codes = np.zeros(x.size, np.uint8)
     call(lib, f"encode_{SHORT[dtype]}", x.size, x, codes)
-    asserts.bitwise(codes, rounding.encode(x, dtype))
+    asserts.bitwise(codes, wanted)
     if dtype != "float4_e2m1fn":
         pairs = {name: np.zeros(x.size, np.uint8) for name in ("float8_e4m3fn", "float8_e5m2")}
         call(lib, "encode_pairs", x.size, x, *pairs.values())
@@ -146,6 +165,7 @@ def test_packed_codes(lib, n):
     asserts.bitwise(rounding.unpack(packed, n), codes)
 
 
+@cache
 def draws() -> tuple[np.ndarray, np.ndarray]:
     """(numbers around decision points and between, random words), some exactly at the threshold and one step beside."""
     points = np.concatenate([decision_points("float4_e2m1fn"), random_floats((5000,), 3)])
@@ -167,7 +187,7 @@ def test_stochastic_rounding(lib):
     x, random = draws()
     codes = np.zeros(x.size, np.uint8)
     call(lib, "encode_stochastic", x.size, x, random, codes)
-    asserts.bitwise(codes, rounding.encode_stochastic(x, random))
+    asserts.bitwise(codes, stochastic_codes())
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -175,8 +195,7 @@ def test_codes_by_the_adder(lib, stochastic):
     """The cast of kernels that have no time for comparisons: magnitudes, eight codes a word."""
     x, random = draws()
     if not stochastic:
-        with np.errstate(all="ignore"):
-            x = np.concatenate([(every_16_bit_input()[:, None] * SCALES).reshape(-1), x])
+        x = np.concatenate([scaled_inputs(), x])
     kept = np.flatnonzero(~np.isnan(x))
     kept = kept[: kept.size // 8 * 8]
     x = np.ascontiguousarray(np.abs(x[kept]))

@@ -139,9 +139,14 @@ def test_rows_of_whole_vectors(kernel, format, case, width, dtype, forms):
 def test_rows_of_many_groups(kernel, format, groups, dtype, forms):
     """Sizes are scanned 1024 at a time; tables of all groups lie in shared memory, beside the tiles.
 
-    Kernels for the CPU scan nothing: one of them has the larger number.
+    Kernels for the CPU scan nothing: one of them has the larger number, and every eighth group alone has rows, because
+    the oracle takes these one by one.
     """
-    x, sizes = rows_of(dataclasses.replace(cases.named(groups), k=16), dtype)
+    case = dataclasses.replace(cases.named(groups), k=16)
+    if "_cpu" in kernel:
+        sizes = tuple(size if g % 8 == 0 else 0 for g, size in enumerate(case.sizes))
+        case = dataclasses.replace(case, sizes=sizes)
+    x, sizes = rows_of(case, dtype)
     quantize(Native(kernel), x, format, forms, sizes, key=KEY)
 
 

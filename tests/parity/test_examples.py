@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -34,28 +40,55 @@ if quick_compilation() in os.environ["XLA_FLAGS"]:
     ENVIRONMENT["XLA_FLAGS"] = quick_compilation()
 
 
-def command(*options: str | Path) -> list[str]:
-    return [sys.executable, str(SCRIPT), *map(str, options)]
+@contextmanager
+def lax() -> Iterator[None]:
+    """JAX as it is without the variables of conftest."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
-def train(*options: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*options), env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+def run_program(script: str, *options: str | Path) -> int:
+    """Runs an example as a program, in this interpreter, which has imported what examples import; its exit status."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        patch.setattr(sys, "argv", [script, *map(str, options)])
+        with lax(), pytest.raises(SystemExit) as done:
+            runpy.run_path(str(SCRIPT.with_stem(script)), run_name="__main__")
+    assert isinstance(done.value.code, int)
+    return done.value.code
 
 
-@pytest.fixture
-def train_here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    """The example's module. Runs of the same settings share their compiled functions, as tracing them takes seconds.
+
+    The model's tables of strings and its samples are small.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        module = importlib.import_module(SCRIPT.stem)
+        built = cache(module.build)
+
+        def build(*settings: Any, **options: Any) -> Any:
+            program = built(*settings, **options)
+            # A copy, as a run donates its state; placed, as a state that is read from a checkpoint is.
+            return program._replace(state=jax.device_put(jax.tree.map(jnp.copy, program.state), jax.devices()[0]))
+
+        patch.setattr(module, "build", build)
+        patch.setattr(module, "SAMPLE_BYTES", 30)
+        patch.setattr(importlib.import_module("lm.model"), "GRAM_ROWS", 256)
+        yield module
+
+
+@pytest.fixture(scope="module")
+def train_here(example: Any) -> Callable[..., tuple[int, str, str]]:
     """Runs the example in this interpreter: its status, what it prints, and what it prints as errors."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    example = importlib.import_module(SCRIPT.stem)
 
     def run(*options: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        out, err = io.StringIO(), io.StringIO()
+        with lax(), redirect_stdout(out), redirect_stderr(err):
             status = example.main([str(option) for option in options])
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
+        return status, out.getvalue(), err.getvalue()
 
     return run
 
@@ -85,21 +118,24 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(
+    text: Path, tmp_path_factory: pytest.TempPathFactory, train_here: Callable[..., tuple[int, str, str]]
+) -> Path:
     """A whole small run: its results, and its checkpoints of steps 3 and 6 in `saved`."""
     folder = tmp_path_factory.mktemp("finished")
-    done = train("--text", text, "--output", folder, "--checkpoint", folder / "saved", "--prompt", "ab", *SCALED)
-    assert done.returncode == 0, done.stderr
-    assert "bits per byte on 400 held-out bytes" in done.stdout, done.stdout
+    options = ("--text", text, "--output", folder, "--checkpoint", folder / "saved", "--prompt", "ab", *SCALED)
+    status, printed, errors = train_here(*options)
+    assert status == 0, errors
+    assert "bits per byte on 400 held-out bytes" in printed, printed
     said = (
         *("a model of", "compiling a training step", "predicting held-out text ...", "compressing it ..."),
         *("continuing the prompt ...", "timing 5 more steps with jax_grouped and with jax.lax.ragged_dot"),
         *("this model", "byte frequencies", "zlib", "lzma", "lzma after 0.0 MB", "training step (best of 4)"),
         *("jax_grouped", "jax.lax.ragged_dot", "tokens/s"),
     )
-    at = [done.stdout.find(words) for words in said]
-    assert -1 not in at, f"{said[at.index(-1)]!r} is missing:\n{done.stdout}"
-    assert at[:6] == sorted(at[:6]), done.stdout
+    at = [printed.find(words) for words in said]
+    assert -1 not in at, f"{said[at.index(-1)]!r} is missing:\n{printed}"
+    assert at[:6] == sorted(at[:6]), printed
     return folder
 
 
@@ -138,12 +174,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def test_a_checkpoint_holds_the_keys_of_stochastic_rounding(
-    text: Path, tmp_path: Path, train_here: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+    text: Path,
+    tmp_path: Path,
+    example: Any,
+    train_here: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = ("--text", text, "--prompt", "ab", *SMALL, "--recipe", "NVFP4", "--no-compare", "--output", tmp_path)
     options = (*options, "--checkpoint", tmp_path / "saved")
     notes = tmp_path / "saved" / "6" / "notes" / "metadata"
-    monkeypatch.setattr(sys.modules[SCRIPT.stem], "finish", lambda *_: None)  # the losses are in the checkpoint
+    monkeypatch.setattr(example, "finish", lambda *_: None)  # the losses are in the checkpoint
     status, _, said = train_here(*options)
     assert status == 0, said
     whole = json.loads(notes.read_text())
@@ -157,10 +197,10 @@ def test_a_checkpoint_holds_the_keys_of_stochastic_rounding(
 
 
 def test_ctrl_c_saves_and_leaves(text: Path, tmp_path: Path) -> None:
+    """In a process of its own, with the sizes that users have."""
     options = ("--text", text, "--output", tmp_path, "--checkpoint", tmp_path / "saved", *SMALL, "--steps", "1000000")
-    with subprocess.Popen(
-        command(*options, "--save-every", "1000000"), env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-    ) as run:
+    command = [sys.executable, str(SCRIPT), *map(str, options), "--save-every", "1000000"]
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as run:
         assert run.stderr is not None
         seen = b""
         while b"bits/byte" not in seen:
@@ -213,7 +253,7 @@ def test_results_that_cannot_be_written(
     text: Path, tmp_path: Path, train_here: Callable[..., tuple[int, str, str]]
 ) -> None:
     (tmp_path / "training.png").mkdir()
-    status, _, said = train_here("--output", tmp_path, "--text", text, "--prompt", "ab", *SMALL, "--no-compare")
+    status, _, said = train_here("--output", tmp_path, "--text", text, "--prompt", "ab", *SCALED, "--no-compare")
     assert status == 2
     assert f"cannot write the results to {tmp_path}: Is a directory" in said
 
@@ -229,6 +269,8 @@ def test_a_text_is_read_up_to_a_bound_and_from_any_folder(
     monkeypatch.chdir(tmp_path)
     found = data.load(os.path.relpath(text))  # whose dots are no hidden folders
     assert found.train.tobytes().startswith(b"abcd")
+    library = data.load(None)
+    assert len(library.train) + len(library.held_out) == 100
 
 
 @pytest.mark.parametrize(
@@ -255,25 +297,22 @@ def test_a_text_is_read_up_to_a_bound_and_from_any_folder(
 def test_mistakes_get_one_line(
     options: tuple[str, ...],
     fragment: str,
+    text: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    example: Any,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "short").write_text("abc")
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    example = importlib.import_module(SCRIPT.stem)
-    options = tuple(option.format(tmp=tmp_path) for option in ("--output", str(tmp_path / "results"), *options))
-    assert example.main(list(options)) == 2
+    options = tuple(option.format(tmp=tmp_path) for option in options)
+    assert example.main(["--output", str(tmp_path / "results"), "--text", str(text), *options]) == 2
     line = capsys.readouterr().err
     assert line.startswith("train_lm: "), line
     assert line.count("\n") == 1, line
     assert fragment.format(tmp=tmp_path) in line
 
 
-def test_defaults_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    example = importlib.import_module(SCRIPT.stem)
+def test_defaults_depend_on_the_device(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for backend, sizes in (("cpu", "cpu"), ("gpu", "gpu"), ("cuda", "gpu")):
         monkeypatch.setattr(example.jax, "default_backend", lambda backend=backend: backend)
@@ -287,6 +326,7 @@ def test_defaults_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert example.parse_arguments(["--experts", "64", "--compare"])[1].compare
 
 
+@pytest.mark.usefixtures("example")  # for its small tables
 def test_the_model_never_looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither attention nor the embedded strings read later bytes; the strings read as many earlier ones as stated."""
     monkeypatch.syspath_prepend(SCRIPT.parent)
@@ -299,7 +339,7 @@ def test_the_model_never_looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(np.flatnonzero(apart)) == list(range(20, 20 + model.LONGEST_GRAM))
     language = model.LanguageModel(64, 1, 2, 1, rngs=nnx.Rngs(0))
     logits = nnx.jit(lambda language, text: language(text)[0])
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with lax():
         before, after = (np.asarray(logits(language, each)) for each in (text, changed))
     assert (before[:, :20] == after[:, :20]).all()
     assert (before[:, 20] != after[:, 20]).any()
@@ -331,42 +371,40 @@ def test_the_demo_builds_no_cuda_without_a_gpu() -> None:
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
     words = "demo: no GPU found, so the kernels for the CPU are built alone"
-    assert words in planned("demo")
-    assert "-DGROUPED_CUDA=off" in planned("demo")
+    demo, native = planned("demo"), planned("native")
+    assert words in demo
+    assert "-DGROUPED_CUDA=off" in demo
     for chosen in (planned("demo", "GROUPED_CUDA=on"), planned("demo", GROUPED_CUDA="on")):
         assert words not in chosen
         assert "-DGROUPED_CUDA=on" in chosen
-    assert words not in planned("native")
-    assert "-DGROUPED_CUDA=auto" in planned("native")
+    assert words not in native
+    assert "-DGROUPED_CUDA=auto" in native
 
 
 # ---- moe_torch.py ----------------------------------------------------------------------------------------------------
 
 TORCH_SCRIPT = ROOT / "examples" / "moe_torch.py"
-TORCH_SMALL = ("--width", "64", "--layers", "1", "--batch", "2", "--length", "16", "--steps", "4", "--device", "cpu")
+TORCH_SMALL = ("--width", "64", "--layers", "1", "--batch", "2", "--length", "16", "--steps", "3", "--device", "cpu")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_every_switch_of_the_torch_example_gives_the_same_losses(text: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:cpu_offload. there is no GPU:UserWarning")
+def test_every_switch_of_the_torch_example_gives_the_same_losses(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In float32 the arithmetic is the same, so the bits are."""
     options = ("--compare", "--text", text, "--output", tmp_path, *TORCH_SMALL)
-    done = subprocess.run(
-        [sys.executable, str(TORCH_SCRIPT), *map(str, options)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    status = run_program(TORCH_SCRIPT.stem, *options)
+    printed, errors = capsys.readouterr()
+    assert status == 0, errors
+    lines = printed.splitlines()
     rows = lines[1:7]
-    assert [row[54:66].strip() for row in rows] == ["float32", *["equal"] * 5], done.stdout
+    assert [row[54:66].strip() for row in rows] == ["float32", *["equal"] * 5], printed
     assert lines[7] == "equal: the losses of each step have the bits of the first run, marked float32"
     names = ["none", "main_grad", "delay_wgrad", "offload", "graph", "main_grad + delay_wgrad + offload + graph"]
-    assert [row[:44].strip() for row in rows] == names, done.stdout
+    assert [row[:44].strip() for row in rows] == names, printed
     assert (tmp_path / "moe_torch.png").read_bytes().startswith(b"\x89PNG")
-    assert "no CUDA graph on the CPU" in done.stderr
-    assert "4/4" in done.stderr, "there is no progress bar"
+    assert "no CUDA graph on the CPU" in errors
+    assert "3/3" in errors, "there is no progress bar"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:cpu_offload. there is no GPU:UserWarning")
@@ -444,20 +482,17 @@ def test_adapters_over_codes_train_as_over_their_values(
 def test_switching_a_model_keeps_its_losses(
     script: str, recipe: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Without a recipe the program itself is run, with one its `main`."""
     if script == "transformers_olmoe" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed; requirements/dev.txt has it")
-    """Without a recipe the program itself is run, with one its `main` in this interpreter."""
     monkeypatch.syspath_prepend(SCRIPT.parent)
     example = importlib.import_module(script)
     if recipe:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with lax():
             assert example.main(["--steps", "3", *recipe]) == 0
-        said = capsys.readouterr().out
     else:
-        program = [sys.executable, str(SCRIPT.with_stem(script)), "--steps", "3"]
-        done = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        said = done.stdout
+        assert run_program(script, "--steps", "3") == 0
+    said = capsys.readouterr().out
     steps = [line.split() for line in said.splitlines() if line.split()[0] in ("1", "2", "3")]
     assert len(steps) == 3, said
     largest = float(said.splitlines()[-1].removeprefix("largest difference of the losses: "))
@@ -470,10 +505,10 @@ def test_switching_a_model_keeps_its_losses(
 
 @pytest.mark.rule("LYR-9")
 def test_experts_over_several_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    program = [sys.executable, str(SCRIPT.with_stem("expert_parallel")), "--steps", "2"]
-    done = subprocess.run([*program, "--ranks", "8"], env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    program = [sys.executable, str(SCRIPT.with_stem("expert_parallel")), "--steps", "1"]
+    done = subprocess.run([*program, "--ranks", "4"], env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("experts per device: 2 2 2 2 2 2 2 2\n")
+    assert done.stdout.startswith("experts per device: 4 4 4 4\n")
     assert done.stdout.endswith("the layer's results have the same bits as on one device\n")
     monkeypatch.syspath_prepend(SCRIPT.parent)
     assert importlib.import_module("expert_parallel").main(["--ranks", "3"]) == 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
@@ -61,11 +62,11 @@ RECIPES = (None, FP8Current)
 
 
 def _jax_array(shape: tuple[int, ...], dtype: str) -> jax.Array:
-    return jnp.full(shape, 2 if dtype == "int32" else 1, dtype)
+    return jnp.asarray(np.full(shape, 2 if dtype == "int32" else 1), dtype)  # of NumPy: no program is compiled
 
 
 def _jax_quantized(*shape: int) -> Any:
-    return jax_grouped.quantize(jnp.ones(shape, jnp.float32), "fp8_tensor" if len(shape) == 3 else "fp8_1x128")
+    return jax_grouped.quantize(_jax_array(shape, "float32"), "fp8_tensor" if len(shape) == 3 else "fp8_1x128")
 
 
 def _jax_state(**arrays: Any) -> Any:

@@ -30,7 +30,7 @@ from tests import cases
 from tests.native.every_call import every_call
 
 SHORT, LONG = 20_000, 1_000_000
-SEEDS_A_PROCESS = {SHORT: 10_000, LONG: 50_000}
+SEEDS_A_PROCESS = {SHORT: 20_000, LONG: 50_000}
 ROOT = Path(__file__).resolve().parents[2]
 
 Spec = tuple[str, tuple[int, ...]]
