@@ -193,16 +193,23 @@ def ours(recipe: Recipe, result: str = "bfloat16", accumulate: bool = False) -> 
 
 
 def deep_gemm(work: Work) -> harness.Thunk:
-    """DeepGEMM's contiguous grouped GEMM, 1x128 by 128x128; groups are padded to 128 rows before timing."""
+    """DeepGEMM's grouped GEMMs, 1x128 by 128x128, and for weight gradients 1x128 by 1x128, added to float32.
+
+    Before timing, groups are padded to 128 rows, and scales get the layout that its kernels read. For weight gradients
+    it wants the sizes on the host.
+    """
     import deep_gemm as peer  # type: ignore[import-not-found]
 
-    case = work.case
-    if work.product == "wgrad":
-        raise MissingError("its weight gradients want sizes on the host")
+    case, laid_out = work.case, peer.get_mn_major_tma_aligned_tensor
     padded = [-(-size // 128) * 128 for size in case.sizes]
-    of_row = torch.repeat_interleave(torch.arange(case.groups), torch.tensor(padded)).to("cuda", torch.int32)
     rows, blocks = sum(padded), -(-work.depth // 128)
-    lhs = (codes(rows, work.depth), scales(rows, blocks))
+    if work.product == "wgrad":
+        lhs, rhs = ((codes(rows * width), scales(rows // 128, width).T) for width in (case.k, case.n))
+        total = torch.zeros((case.groups, case.k, case.n), device="cuda")
+        sizes = torch.tensor(padded, dtype=torch.int32, device="cuda")
+        return tried(lambda: lambda i: peer.k_grouped_fp8_gemm_nt_contiguous(lhs, rhs, total, padded, sizes, total))
+    of_row = torch.repeat_interleave(torch.arange(case.groups), torch.tensor(padded)).to("cuda", torch.int32)
+    lhs = (codes(rows, work.depth), laid_out(scales(rows, blocks)))
     rhs = (codes(case.groups, work.width, work.depth), scales(case.groups, -(-work.width // 128), blocks))
     out = torch.empty((rows, work.width), dtype=torch.bfloat16, device="cuda")
     return tried(lambda: lambda i: peer.m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, of_row))

@@ -181,6 +181,10 @@ def select(*tags: str) -> list[Case]:
     return [case for case in CASES if wanted <= case.tags and (wanted & _HEAVY or not case.tags & _HEAVY)]
 
 
+ADDED = Case("added", (1700, 300, 0, 900, 1536, 768, 3), 5300, 144, 328, frozenset())
+"""Rows per group around the numbers from which L2 adds float32 sums on Hopper; columns end inside of a slice."""
+
+
 def named(name: str) -> Case:
     """The case called `name`."""
     (found,) = [case for case in CASES if case.name == name]

@@ -76,7 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     config.addinivalue_line(
         "markers",
-        "matrix(valid=None, **options): one run for each pair of option values, for each combination with --full",
+        "matrix(valid=None, few=None, **options): one run for each pair of option values, or for the rows `few`, where "
+        "a run takes seconds; for each combination with --full",
     )
 
 
@@ -108,7 +109,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Draws the combinations of `@pytest.mark.matrix(name=values, ...)`, whose names are arguments of the test."""
     for mark in metafunc.definition.iter_markers("matrix"):
         options = dict(mark.kwargs)
-        valid = options.pop("valid", None)
+        valid, few = options.pop("valid", None), options.pop("few", None)
         draw = cases.product if metafunc.config.getoption("--full") else cases.pairwise
         if (seed := metafunc.config.getoption("--random")) is not None:
             draw = partial(cases.drawn, f"{seed} {metafunc.function.__name__}")
@@ -119,7 +120,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             continue
         if _gpu_missing() and "kernel" in options:
             options["kernel"] = [kernel for kernel in options["kernel"] if not _needs_gpu(kernel)]
-        rows = matrix_rows(draw, options, valid)
+        if few is None or metafunc.config.getoption("--full") or seed is not None:
+            rows = matrix_rows(draw, options, valid)
+        else:
+            rows = [_param(options, row) for row in few]
         assert rows, f"the matrix of {metafunc.function.__name__} is empty"
         metafunc.parametrize(",".join(names), rows)
 

@@ -26,7 +26,7 @@ LOSSES = {"aux_coeff": 0.5, "z_coeff": 0.25}
 CHECKS: Checks = {}
 check = check_in(CHECKS)
 OF_GRAPHS: Checks = {}
-"""Those that compile: two ranks exchange what four do, and one of them compiles."""
+"""Those that compile: two ranks exchange what four do, and in most checks one of them compiles."""
 
 
 def check_of_graphs(run: Check) -> Check:

@@ -119,7 +119,7 @@ def test_changing_rows_do_not_recompile() -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("eager", "int64"), ("aot_eager", "int32")])
+@pytest.mark.matrix(backend=BACKENDS, dtype=("int64", "int32"), few=[("eager", "int64"), ("aot_eager", "int32")])
 def test_sizes_are_converted_in_the_graph(backend: str, dtype: str) -> None:
     t = small()
     compiled = torch.compile(_model, fullgraph=True, backend=backend)
@@ -220,13 +220,14 @@ def test_an_accumulator_over_microbatches(backend: str) -> None:
 
 
 @pytest.mark.rule("GRD-12")
-@pytest.mark.parametrize(
-    ("backend", "attributes"),
+@pytest.mark.matrix(
+    backend=BACKENDS,
+    attribute=("", "zero_out_wgrad", "overwrite_main_grad"),
     # Where Dynamo cuts the graph does not depend on what makes programs of the parts.
-    [("aot_eager", {}), ("eager", {"zero_out_wgrad": True}), ("eager", {"overwrite_main_grad": True})],
-    ids=str,
+    few=[("aot_eager", ""), ("eager", "zero_out_wgrad"), ("eager", "overwrite_main_grad")],
 )
-def test_flags_break_the_graph_and_nothing_else(backend: str, attributes: dict[str, Any]) -> None:
+def test_flags_break_the_graph_and_nothing_else(backend: str, attribute: str) -> None:
+    attributes = {attribute: True} if attribute else {}
     t = small("idle_ends")
     expected = _backward(_model, t, False, grad_added_to_main_grad=False, **attributes)
     compiled = torch.compile(_model, backend=backend)

@@ -369,9 +369,11 @@ def test_autocast() -> None:
 
 @pytest.mark.rule("GRD-12", "GRD-1")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("backend", "recipe", "listed"),
-    [("inductor", None, None), ("aot_eager", FP8Current, False), ("aot_eager", None, True)],
+@pytest.mark.matrix(
+    backend=("aot_eager", "inductor"),
+    recipe=(None, FP8Current),
+    listed=(None, False, True),
+    few=[("inductor", None, None), ("aot_eager", FP8Current, False), ("aot_eager", None, True)],
 )
 def test_a_compiled_layer_has_the_bits_of_the_eager_one(backend: str, recipe: Any, listed: bool | None) -> None:
     """Its gradients go to autograd, or with `listed` to `main_grad`, of weights that are lists or not."""
