@@ -349,11 +349,16 @@ QUACK_TILES = {  # rows, columns, ping-pong, cluster: the best of a scan of all;
 }
 
 
-def quack_gemm(work: Work) -> Thunk:
-    """QuACK's `gemm` over ragged rows or sums, with the fastest of `QUACK_TILES`, in the layouts of its layers."""
+def quack_gemm(work: Work, adds: bool = False) -> Thunk:
+    """QuACK's `gemm` over ragged rows or sums, with the fastest of `QUACK_TILES`, in the layouts of its layers.
+
+    With `adds`, a weight gradient is added in place to float32.
+    """
     from quack.gemm_config import GemmConfig  # type: ignore[import-not-found]
     from quack.gemm_interface import gemm_tuned  # type: ignore[import-not-found]
 
+    if adds and work.product != "wgrad":
+        raise MissingError("only weight gradients accumulate")
     ends = torch.cumsum(work.device_sizes, 0)
     bounds = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
     operands = {
@@ -362,21 +367,27 @@ def quack_gemm(work: Work) -> Thunk:
         "wgrad": lambda i: (work.x[i].T, work.dy[i]),
     }[work.product]
     sums = work.product == "wgrad"
+    total = torch.zeros(work.w_kn[0].shape, dtype=torch.float32, device=work.device) if adds else None
 
     def with_tile(tile: tuple[int, int, bool, int, int]) -> Thunk:
         rows, cols, pingpong, cluster_m, cluster_n = tile
-        config = GemmConfig(rows, cols, pingpong, False, cluster_m, cluster_n, device_capacity=9)
+        options: dict[str, Any] = {"cu_seqlens_k" if sums else "cu_seqlens_m": bounds, "add_to_output": adds}
+        options["config"] = GemmConfig(rows, cols, pingpong, False, cluster_m, cluster_n, device_capacity=9)
 
         def product(i: int) -> torch.Tensor:
             a, b = operands(i)
-            out = a.new_empty((len(ends), a.shape[0], b.shape[1]) if sums else (a.shape[0], b.shape[2]))
-            gemm_tuned.fn(a, b, out, **{"cu_seqlens_k" if sums else "cu_seqlens_m": bounds}, config=config)
+            shape = (len(ends), a.shape[0], b.shape[1]) if sums else (a.shape[0], b.shape[2])
+            out = a.new_empty(shape) if total is None else total
+            gemm_tuned.fn(a, b, out, **options)
             return out
 
         return product
 
     thunks = [tried(lambda tile=tile: with_tile(tile)) for tile in QUACK_TILES[work.product]]
-    return min(thunks, key=lambda thunk: min(cuda_clock(thunk, 0, 1) for _ in range(5)))
+    best = min(thunks, key=lambda thunk: min(cuda_clock(thunk, 0, 1) for _ in range(5)))
+    if total is not None:
+        total.zero_()
+    return best
 
 
 class Padded:
@@ -481,10 +492,11 @@ CANDIDATES: dict[str, Callable[[Work], Thunk]] = {
     "torch grouped_mm": torch_grouped_mm,
     "torch loop": torch_loop,
     "QuACK gemm": quack_gemm,
+    "QuACK gemm, fp32 +=": partial(quack_gemm, adds=True),
     "DeepGEMM": deep_gemm,
     "SonicMoE": sonic_moe,
 }
 """Candidates by name; "dense" is the upper bound of every row."""
 
-TRANSPOSED = frozenset(name for name in CANDIDATES if "[G,N,K]" in name or "fp32 +=" in name)
+TRANSPOSED = frozenset(name for name in CANDIDATES if "[G,N,K]" in name or name == "ours, torch, fp32 +=")
 """Candidates whose weight gradients are [G, N, K]."""

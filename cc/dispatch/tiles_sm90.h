@@ -35,9 +35,8 @@ inline constexpr TileChoice kSwapped = {128, 4, 3};
 inline constexpr TileChoice kCodedBytes = {192, 4, 1};
 inline constexpr TileChoice kCodedBytesWithActivation = {192, 4, 2};
 
-// Where partial sums have registers of their own: a warp's slots hold its 16 rows of a tile, of 16 or 32 bits.
+// Where partial sums have registers of their own: a warp's slots hold its 16 rows of a tile of 16-bit results.
 inline constexpr TileChoice kPromoting = {192, 4, 3};
-inline constexpr TileChoice kPromotingWide = {192, 3, 6};
 
 // For ragged rows: `contracted` elements per sum, `out_bytes` of a result element, `cols` of a result row.
 const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes, int64_t cols);

@@ -62,15 +62,17 @@ struct ContractionProduct {
   using Epilogue = Held<Out, Shape::kSlots>;
   static __device__ Epilogue begin(const Params& p, const Work& work, int row, int cols,
                                    const Slots<Shape::kSlots>& slots) {
-    Epilogue held(&p.out, contraction_at(work, row), work.valid_rows - row, cols, Shape::kCols);
+    constexpr int kOfBoth = 5;  // of 12
+    Epilogue held(&p.out, contraction_at(work, row), work.valid_rows - row, cols, Shape::kCols,
+                  sizeof(Out) == 4 ? fetched_slices(work.rows, kOfBoth) : kAllSlices);
     if (p.accumulate) held.begin(slots);
     return held;
   }
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
                                Slots<Shape::kSlots>& slots, Epilogue& held) {
-    store_rows<Out, Shape::kCols, Shape::kSlots>(acc, &p.out, contraction_at(work, row), cols, slots, p.accumulate,
-                                                 held, [](int, float (&)[4]) {});
+    store_or_add<Out, Shape::kCols>(acc, &p.out, contraction_at(work, row), cols, slots, p.accumulate, held,
+                                    [](int, float (&)[4]) {});
   }
 
   static __device__ void clear_tail(const Params&, const Work&, uint32_t, int) {}

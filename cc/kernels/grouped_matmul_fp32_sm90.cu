@@ -211,7 +211,7 @@ struct ContractionProduct {
   using Epilogue = Held<float, Shape::kSlots>;
   static __device__ Epilogue begin(const Params& p, const Work& work, int row, int cols,
                                    const Slots<Shape::kSlots>& slots) {
-    Epilogue held(&p.out, at(work, row), work.valid_rows - row, cols, Shape::kCols, 2 * kUnitRows);
+    Epilogue held(&p.out, at(work, row), work.valid_rows - row, cols, Shape::kCols, kAllSlices, 2 * kUnitRows);
     if (p.accumulate) held.begin(slots);
     return held;
   }
@@ -222,8 +222,8 @@ struct ContractionProduct {
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
                                Slots<Shape::kSlots>& slots, Epilogue& held) {
-    store_rows<float, Shape::kCols, Shape::kSlots>(acc, &p.out, at(work, row), cols, slots, p.accumulate, held,
-                                                   [](int, float (&)[4]) {});
+    store_or_add<float, Shape::kCols>(acc, &p.out, at(work, row), cols, slots, p.accumulate, held,
+                                      [](int, float (&)[4]) {});
   }
 
   static __device__ void clear_tail(const Params&, const Work&, int) {}

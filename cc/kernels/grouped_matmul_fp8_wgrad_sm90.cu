@@ -13,9 +13,8 @@
 //            v
 //   [G, A, B], or one address a group
 //
-//   results   ring         slots
-//   16 bits   4 x 40 KiB   8 x 3 x 2 KiB, a warp's part of a tile
-//   fp32      3 x 40 KiB   8 x 6 x 2 KiB, likewise
+//   ring         slots
+//   4 x 40 KiB   8 x 3 x 2 KiB, a warp's part of a tile of 16-bit results, or half of that of fp32
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
 #include "cc/device/sm90/pipeline_fp8.cuh"
@@ -36,14 +35,11 @@ struct Fp8ContractionParams : ContractionParams {
   bool scaled;                    // by block
 };
 
-template <const TileChoice& kChoice>
-using ShapeOf = PromotingShape<kChoice.cols, kChoice.stages, kChoice.slots>;
-
 template <class Pair, class Out, bool kScaled>
 struct Fp8Contraction {
   using Params = Fp8ContractionParams;
   using Element = Pair;
-  using Shape = std::conditional_t<sizeof(Out) == 2, ShapeOf<kPromoting>, ShapeOf<kPromotingWide>>;
+  using Shape = PromotingShape<kPromoting.cols, kPromoting.stages, kPromoting.slots>;
   using Rhs = RhsTile<Major::k, Shape::kCols>;
   static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
   template <class Multiply>
@@ -107,7 +103,14 @@ struct Fp8Contraction {
     // Fetches what memory holds under the warp's part of the tile.
     __device__ void start(const Slots<Shape::kSlots>& slots) const {
       if (!p.accumulate || row >= work.valid_rows) return;
-      fetch_whole<Out, Shape::kCols>(&p.out, contraction_at(work, row), cols, slots);
+      if constexpr (sizeof(Out) == 2) {
+        fetch_whole<Out, Shape::kCols>(&p.out, contraction_at(work, row), cols, slots);
+      } else {
+        held().begin(slots);
+      }
+    }
+    __device__ Held<Out, Shape::kSlots> held() const {
+      return {&p.out, contraction_at(work, row), 16, cols, Shape::kCols, fetched_slices(work.rows, Shape::kSlots)};
     }
   };
   static __device__ Epilogue begin(const Params& p, const Work& work, int row, int cols, const Slots<Shape::kSlots>&) {
@@ -115,8 +118,15 @@ struct Fp8Contraction {
   }
 
   static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape::kCols / 2],
-                               Slots<Shape::kSlots>& slots, Epilogue& held) {
-    store_whole<Out, Shape::kCols>(acc, &p.out, contraction_at(work, row), cols, slots, p.accumulate, held.group);
+                               Slots<Shape::kSlots>& slots, Epilogue& epilogue) {
+    const ptx::Coords at = contraction_at(work, row);
+    if constexpr (sizeof(Out) == 2) {
+      store_whole<Out, Shape::kCols>(acc, &p.out, at, cols, slots, p.accumulate, epilogue.group);
+    } else {
+      auto held = epilogue.held();  // made anew: while the tile multiplies there are no registers for it
+      held.begun();
+      store_or_add<Out, Shape::kCols>(acc, &p.out, at, cols, slots, p.accumulate, held, epilogue.group);
+    }
   }
 
   static __device__ void clear_tail(const Params&, const Work&, uint32_t, int) {}

@@ -323,6 +323,17 @@ def test_weight_gradients(pair, case, result, accumulate):
 
 
 @pytest.mark.gpu
+@pytest.mark.rule("MAT-11")
+@pytest.mark.parametrize("pair", [TURNED[0], TURNED[3]], ids=["tensor", "block"])
+def test_additions_to_float32_are_rounded_once(pair):
+    """Of long sums L2 adds all, of others some or none."""
+    case = cases.ADDED
+    before = cases.normal((case.groups, case.k, case.n), "float32", "into")
+    sums = wgrad(case, pair, "float32")
+    asserts.bitwise(wgrad(case, pair, "float32", into=before, accumulate=True), sums + before)
+
+
+@pytest.mark.gpu
 @pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-9")
 @pytest.mark.parametrize("case", SIZES, ids=str)
 @pytest.mark.parametrize("pair", [TURNED[0], TURNED[3]], ids=["tensor", "block"])

@@ -218,6 +218,23 @@ def test_weight_gradients_into_a_buffer(kernel, case, dtype, into, transposed, a
             asserts.zero(found[g], f"gradient of empty group {g}")
 
 
+@pytest.mark.gpu
+@pytest.mark.rule("MAT-11")
+@pytest.mark.parametrize("tiny", [False, True])
+def test_additions_to_float32_are_rounded_once(tiny):
+    """Of long sums L2 adds all, of others some or none; with `tiny`, results and what is added may be subnormal."""
+    case = cases.ADDED
+    p, before = cases.problem(case, "bfloat16"), cases.normal((case.groups, case.k, case.n), "float32", "into")
+    if tiny:
+        p = p._replace(x=p.x * p.x.dtype.type(2.0**-65), dy=p.dy * p.dy.dtype.type(2.0**-65))
+        before *= np.float32(2.0**-127)
+    run = Native("grouped_matmul_bf16_wgrad_sm90", check=False)
+    sums = product(run, "wgrad", p, result_dtype="float32")
+    found = product(run, "wgrad", p, result_dtype="float32", into=before, accumulate=True)
+    asserts.bitwise(found, sums + before)
+    assert np.any((found != 0) & (np.abs(found) < np.finfo(np.float32).tiny)) == tiny, "what is subnormal"
+
+
 @pytest.mark.rule("MAT-11")
 @each_kernel
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

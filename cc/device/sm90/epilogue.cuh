@@ -1,6 +1,7 @@
 // Accumulators -> shared memory -> global memory. Each warp owns 16 rows (of each 64-row half) of a tile and its own
 // slots, so the epilogue needs no barrier among warps; the copy engine clips at the edges of the tensor map. To add to
-// what memory holds, the copy engine first fetches it into the same slots, the first of them while the tile multiplies.
+// what memory holds, the copy engine first fetches it into the same slots, the first of them while the tile multiplies,
+// or has float32 sums added in L2.
 #pragma once
 
 #include "cc/device/common/product_end.cuh"
@@ -29,7 +30,8 @@ struct Slots {
   static constexpr int kBytes = kSlots * kSlotBytes_;
   uint32_t base;  // shared address
   uint32_t full;  // barriers of the slots, for fetches
-  uint32_t turn = 0, parity = 0;
+  uint32_t turn = 0;
+  uint32_t parity = 0;  // of the fetches, a bit a slot
 
   __device__ uint32_t address(uint32_t ahead = 0) const { return base + (turn + ahead) % kSlots * kSlotBytes_; }
   __device__ uint32_t barrier(uint32_t ahead = 0) const { return full + (turn + ahead) % kSlots * 8; }
@@ -37,38 +39,61 @@ struct Slots {
     if (threadIdx.x % 32 == 0) ptx::store_wait_read<kSlots - 1>();
     __syncwarp();
   }
+  // Until the fetch into slot i is complete.
+  __device__ void wait_fetched(uint32_t i) {
+    ptx::barrier_wait(full + 8 * i, parity >> i & 1);
+    parity ^= 1u << i;
+  }
   __device__ void advance() {
-    if (++turn == kSlots) turn = 0, parity ^= 1;
+    if (++turn == kSlots) turn = 0;
   }
 };
 
-// Fetches of what memory holds under one tile: slices of 128 bytes by 16 rows, in the order in which they are stored.
+// How much of what memory holds under a tile is fetched, of the slices that one warp stores; to the others float32 sums
+// are added in L2. L2 adds about 0.9 TB/s on an H100, so it hides behind long sums alone, and fetches behind all. The
+// bits are the same.
+constexpr int kAllSlices = 1 << 20;
+__device__ inline int fetched_slices(int summed_rows, int of_both) {
+  constexpr int kAddedRows = 1536, kBothRows = 768;
+  return summed_rows >= kAddedRows ? 0 : summed_rows >= kBothRows ? of_both : kAllSlices;
+}
+
+// Fetches of what memory holds under one tile: slices of 128 bytes by 16 rows, in the order in which they are stored,
+// the first `most` of them.
 template <class Out, int kSlots>
 class Held {
  public:
   static constexpr int kSliceCols = 128 / sizeof(Out);
+  static constexpr bool kAdds = true;
   static_assert(kSlots >= 2, "a slot is refilled while the next one is stored");
 
   // `at` is the warp's first element, `rows` and `cols` what is left of the tensor from there on; its second 16 rows
   // lie `half_rows` below the first.
-  __device__ Held(const CUtensorMap* map, ptx::Coords at, int rows, int cols, int tile_cols, int half_rows = 64)
+  __device__ Held(const CUtensorMap* map, ptx::Coords at, int rows, int cols, int tile_cols, int most,
+                  int half_rows = 64)
       : map_(map),
         at_(at),
         half_rows_(half_rows),
         per_half_(((cols < tile_cols ? cols : tile_cols) + kSliceCols - 1) / kSliceCols),
         total_(rows <= 0           ? 0
                : rows <= half_rows ? per_half_
-                                   : 2 * per_half_) {}
+                                   : 2 * per_half_) {
+    if (total_ > most) total_ = most;
+  }
 
   // Before the tile multiplies: fills every slot.
   __device__ void begin(const Slots<kSlots>& slots) {
     if (threadIdx.x % 32 != 0) return;
     ptx::store_wait_read<0>();
-    for (int i = 0; i < kSlots; ++i) fetch(slots, i);
+    for (int i = 0; i < kSlots && i < total_; ++i) fetch(slots, i);
   }
+  // Where another object for the same tile began.
+  __device__ void begun() { fetched_ = total_ < kSlots ? total_ : kSlots; }
+  // Whether the next slice to be stored is fetched.
+  __device__ bool fetches() const { return stored_ < total_; }
   // After the store of a slice, before slots.advance(): refills the slot of the slice before it.
   __device__ void next(const Slots<kSlots>& slots) {
-    if (threadIdx.x % 32 == 0 && stored_ != 0) {
+    if (threadIdx.x % 32 == 0 && stored_ != 0 && fetched_ < total_) {
       ptx::store_wait_read<1>();
       fetch(slots, kSlots - 1);
     }
@@ -77,7 +102,6 @@ class Held {
 
  private:
   __device__ void fetch(const Slots<kSlots>& slots, int ahead) {
-    if (fetched_ == total_) return;
     ptx::barrier_arrive_expect(slots.barrier(ahead), kSlotBytes);
     ptx::tensor_load(slots.address(ahead), map_, slice(fetched_), slots.barrier(ahead));
     ++fetched_;
@@ -94,6 +118,8 @@ class Held {
 
 // For results that are only stored.
 struct NothingHeld {
+  static constexpr bool kAdds = false;
+  static __device__ bool fetches() { return false; }
   template <class Slots_>
   __device__ void next(const Slots_&) {}
 };
@@ -137,19 +163,19 @@ __device__ inline void write_slice(float* sums, uint32_t slot, bool add) {
 
 // Stores the 16 x kCols part of a tile that this warp holds (lane l: rows l/4 and l/4 + 8, columns 8j + 2(l%4) + {0,
 // 1}). `at` is its first element in `map`; columns from `valid_cols` on are outside. `change(col, v)` sees four
-// accumulators, columns col and col + 1 of the first row, then of the second. With `add` the sums are added to what is
-// `held`.
+// accumulators, columns col and col + 1 of the first row, then of the second. The sums are added to what is `held`.
 template <class Out, int kCols, int kSlots, class Held_, class Change>
 __device__ inline void store_rows(float (&acc)[kCols / 2], const CUtensorMap* map, ptx::Coords at, int valid_cols,
-                                  Slots<kSlots>& slots, bool add, Held_& held, Change change) {
+                                  Slots<kSlots>& slots, Held_& held, Change change) {
   constexpr int kSliceCols = 128 / sizeof(Out);
   const int lane = threadIdx.x % 32, lane_col = 2 * (lane % 4);
 #pragma unroll
   for (int s = 0; s < kCols / kSliceCols; ++s) {
     if (s * kSliceCols >= valid_cols) break;
     const uint32_t slot = slots.address();
-    if (add) {
-      ptx::barrier_wait(slots.barrier(), slots.parity);
+    const bool fetched = held.fetches();
+    if (fetched) {
+      slots.wait_fetched(slots.turn);
     } else {
       slots.wait_free();
     }
@@ -157,20 +183,37 @@ __device__ inline void store_rows(float (&acc)[kCols / 2], const CUtensorMap* ma
     for (int j = 0; j < kSliceCols / 8; ++j) {
       change(s * kSliceCols + 8 * j + lane_col, *reinterpret_cast<float (*)[4]>(&acc[(s * kSliceCols + 8 * j) / 2]));
     }
-    write_slice<Out>(&acc[s * kSliceCols / 2], slot, add);
+    write_slice<Out>(&acc[s * kSliceCols / 2], slot, fetched);
     ptx::fence_async();
     __syncwarp();
     if (lane == 0) {
-      ptx::tensor_store(map, {{at.c[0] + s * kSliceCols, at.c[1], at.c[2], at.c[3]}}, slot);
+      const ptx::Coords to = {{at.c[0] + s * kSliceCols, at.c[1], at.c[2], at.c[3]}};
+      if (Held_::kAdds && sizeof(Out) == 4 && !fetched) {
+        ptx::tensor_add(map, to, slot);
+      } else {
+        ptx::tensor_store(map, to, slot);
+      }
       ptx::store_commit();
     }
-    if (add) held.next(slots);
+    held.next(slots);
     slots.advance();
   }
 }
 
+// With `add` the sums are added to what is held: two copies of the code, since the one that adds stores a tenth slower.
+template <class Out, int kCols, int kSlots, class Held_, class Change>
+__device__ inline void store_or_add(float (&acc)[kCols / 2], const CUtensorMap* map, ptx::Coords at, int valid_cols,
+                                    Slots<kSlots>& slots, bool add, Held_& held, Change change) {
+  if (add) {
+    store_rows<Out, kCols, kSlots>(acc, map, at, valid_cols, slots, held, change);
+  } else {
+    NothingHeld nothing;
+    store_rows<Out, kCols, kSlots>(acc, map, at, valid_cols, slots, nothing, change);
+  }
+}
+
 // Slots that hold all of a warp's part, slice i in slot i: nothing is waited for between slices, and what memory holds
-// is fetched whole. `slots.parity` has a bit a slot.
+// is fetched whole.
 template <class Out, int kCols, int kSlots>
 constexpr bool holds_whole() {
   return kSlots * (128 / int(sizeof(Out))) == kCols;
@@ -201,10 +244,7 @@ __device__ inline void store_whole(float (&acc)[kCols / 2], const CUtensorMap* m
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) {
     if (s * kSliceCols >= valid_cols) break;
-    if (add) {
-      ptx::barrier_wait(slots.full + 8 * s, slots.parity >> s & 1);
-      slots.parity ^= 1u << s;
-    }
+    if (add) slots.wait_fetched(s);
 #pragma unroll
     for (int j = 0; j < kSliceCols / 8; ++j) {
       change(s * kSliceCols + 8 * j + lane_col, *reinterpret_cast<float (*)[4]>(&acc[(s * kSliceCols + 8 * j) / 2]));
@@ -228,7 +268,7 @@ __device__ inline void store_part(float (&acc)[kCols / 2], const CUtensorMap* ma
   if constexpr (holds_whole<Out, kCols, kSlots>()) {
     store_whole<Out, kCols>(acc, map, at, valid_cols, slots, false, change);
   } else {
-    store_rows<Out, kCols, kSlots>(acc, map, at, valid_cols, slots, false, held, change);
+    store_rows<Out, kCols, kSlots>(acc, map, at, valid_cols, slots, held, change);
   }
 }
 

@@ -141,6 +141,14 @@ __device__ inline void tensor_store(const CUtensorMap* map, Coords at, uint32_t 
                "r"(from), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3])
                : "memory");
 }
+// Adds float32 to what memory holds: L2 does it, with one rounding and with subnormals.
+__device__ inline void tensor_add(const CUtensorMap* map, Coords at, uint32_t from) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(
+          map),
+      "r"(from), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3])
+      : "memory");
+}
 __device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 // Until at most kPending stores of this thread still read shared memory.
 template <int kPending>
