@@ -9,7 +9,7 @@ import inspect
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -296,19 +296,34 @@ def drawn(
     return rows if len(rows) <= count else random.Random(seed).sample(rows, count)
 
 
-def pairwise(options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None = None) -> list[tuple[Any, ...]]:
+def pairwise(
+    options: Mapping[str, Sequence[Any]],
+    valid: Callable[..., bool] | None = None,
+    apart: Collection[tuple[str, str]] = (),
+) -> list[tuple[Any, ...]]:
     """Few combinations that hold every pair of values which some valid combination holds; always the same ones.
 
     An option whose values are tuples of bools, such as the gradients that are needed, counts as one option per bool;
     each of its values is drawn too. Greedy: the next row is the one with the most pairs not seen yet, the first of
     these in the order of the product.
+
+    Args:
+        apart: pairs of options that have nothing to do with each other, whose values need not meet.
     """
     at = _places(options, valid).astype(np.int32)
     if len(options) < 2 or not len(at):
         return [_row_at(options, places) for places in at]
-    split = [_parts(places, values) for places, values in zip(at.T, options.values(), strict=True)]
-    pairs = [one * (other.max() + 1) + other for one, other in itertools.combinations(itertools.chain(*split), 2)]
-    pairs += [places for places, parts in zip(at.T, split, strict=True) if len(parts) > 1]
+    columns = [
+        (name, part)
+        for (name, values), places in zip(options.items(), at.T, strict=True)
+        for part in _parts(places, values)
+    ]
+    pairs = [
+        one * (other.max() + 1) + other
+        for (of_one, one), (of_other, other) in itertools.combinations(columns, 2)
+        if (of_one, of_other) not in apart and (of_other, of_one) not in apart
+    ]
+    pairs += list(at.T) if apart or len(columns) > len(options) else []  # each value, whatever it meets
     gains = np.full(len(at), len(pairs), np.int32)  # pairs of each row that no chosen row holds
     seen: list[set[int]] = [set() for _ in pairs]
     chosen = []

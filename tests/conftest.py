@@ -76,8 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     config.addinivalue_line(
         "markers",
-        "matrix(valid=None, few=None, **options): one run for each pair of option values, or for the rows `few`, where "
-        "a run takes seconds; for each combination with --full",
+        "matrix(valid=None, apart=(), few=None, **options): one run for each pair of option values, but for pairs of "
+        "options in `apart`, or for the rows `few`, where a run takes seconds; for each combination with --full",
     )
 
 
@@ -109,8 +109,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Draws the combinations of `@pytest.mark.matrix(name=values, ...)`, whose names are arguments of the test."""
     for mark in metafunc.definition.iter_markers("matrix"):
         options = dict(mark.kwargs)
-        valid, few = options.pop("valid", None), options.pop("few", None)
-        draw = cases.product if metafunc.config.getoption("--full") else cases.pairwise
+        valid, few, apart = options.pop("valid", None), options.pop("few", None), options.pop("apart", ())
+        draw = cases.product if metafunc.config.getoption("--full") else partial(cases.pairwise, apart=apart)
         if (seed := metafunc.config.getoption("--random")) is not None:
             draw = partial(cases.drawn, f"{seed} {metafunc.function.__name__}")
         names = sorted(options, key="kernel".__eq__)  # last, as in the rows

@@ -52,6 +52,16 @@ def test_a_tuple_of_bools_counts_as_one_option_per_bool():
     )
 
 
+def test_options_that_have_nothing_to_do_with_each_other_need_not_meet():
+    options = {"a": range(6), "b": range(7), "c": (False, True)}
+    rows = cases.pairwise(options, apart=[("b", "a")])
+    assert len(rows) <= 14 < len(cases.pairwise(options))
+    for i, values in enumerate(options.values()):
+        assert {row[i] for row in rows} == set(values)
+    assert {(b, c) for _, b, c in rows} == set(itertools.product(range(7), (False, True)))
+    assert {a for a, _ in cases.pairwise({"a": range(3), "b": range(2)}, apart=[("a", "b")])} == {0, 1, 2}
+
+
 @pytest.mark.parametrize("draw", [cases.product, cases.pairwise])
 def test_a_condition_may_name_some_of_the_options(draw):
     asked = []

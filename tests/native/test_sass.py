@@ -14,7 +14,6 @@ SPILLING = {
     r"coded_product_sm90<": 80,
     r"swapped_product_sm90<": 50,
     r"DactProduct<.*TileShape<192": 90,
-    r"ContractionProduct<\w+,float,": 6,
 }
 """Kernels that keep words in memory, and how many loads and stores of them there may be. Those of gradients at the
 hidden rows lie outside of the loops over elements; where those of codes lie was not looked up."""

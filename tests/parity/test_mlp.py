@@ -55,6 +55,7 @@ def spec_of(kind: str, interleave: int | None, width: int) -> Activation:
     policy=POLICIES,
     halves=(False, True),
     valid=lambda kind, interleave, halves, **_: not halves or (kind in GATED_KINDS and interleave is None),
+    apart=[("case", "kind"), ("case", "interleave")],  # activations are of single elements
 )
 def test_frontends_agree_bitwise_and_lie_within_the_bounds(
     case, kind, interleave, dtype, transposed, probs, bias, policy, halves

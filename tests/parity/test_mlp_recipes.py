@@ -60,6 +60,7 @@ def fits(recipe: Recipe, kind: str, dtype: str, halves: bool, **_: Any) -> bool:
     needs=SOME_NEEDS,
     halves=(False, True),
     valid=fits,
+    apart=[("recipe", "case")],  # they meet in the linear operation, test_recipes.py
 )
 def test_frontends_and_policies_have_the_same_bits(
     recipe, case, kind, dtype, transposed, probs, bias, policy, needs, halves
