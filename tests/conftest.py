@@ -62,6 +62,9 @@ def quick_compilation() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Else each subprocess would compile the modules of the packages anew, which takes two seconds.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     if not config.getoption("--full"):
         # Before JAX is imported, and for subprocesses: MLIR and LLVM take most of the time that XLA's programs for the
         # CPU have here. Passes over HLO are the same; that no bits come from FMA, which LLVM makes only at a higher
