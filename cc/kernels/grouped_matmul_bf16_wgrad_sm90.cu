@@ -8,7 +8,8 @@
 //            |  ring of blocks: lhs 64 x 128, rhs 64 x BN; shared tiles multicast to the pair
 //            v
 //   2 consumer warpgroups: wgmma m64nBNk16, fp32 in registers; a CTA owns a tile and its whole sum
-//            |  + what memory holds, fetched into the slots meanwhile; one rounding
+//            |  + what memory holds, fetched into the slots meanwhile, or added to it in L2 (float32 of long sums); one
+//            |  rounding
 //            v
 //   [G, A, B], or one address a group
 //
@@ -62,7 +63,7 @@ struct ContractionProduct {
   using Epilogue = Held<Out, Shape::kSlots>;
   static __device__ Epilogue begin(const Params& p, const Work& work, int row, int cols,
                                    const Slots<Shape::kSlots>& slots) {
-    constexpr int kOfBoth = 5;  // of 12
+    constexpr int kOfBoth = 5;  // of 12 slices in a whole tile
     Epilogue held(&p.out, contraction_at(work, row), work.valid_rows - row, cols, Shape::kCols,
                   sizeof(Out) == 4 ? fetched_slices(work.rows, kOfBoth) : kAllSlices);
     if (p.accumulate) held.begin(slots);

@@ -9,7 +9,8 @@
 //            |  ring of blocks; shared tiles multicast to the pair
 //            v
 //   2 consumer warpgroups, 64 rows each: a block's sums by wgmma, += row scale * column scale * sums in fp32
-//            |  * both scales of the group, + what memory holds, fetched into the slots meanwhile; one rounding
+//            |  * both scales of the group, + what memory holds, fetched into the slots meanwhile, or added to it in
+//            |  L2 (float32 of long sums); one rounding
 //            v
 //   [G, A, B], or one address a group
 //

@@ -49,9 +49,9 @@ struct Slots {
   }
 };
 
-// How much of what memory holds under a tile is fetched, of the slices that one warp stores; to the others float32 sums
-// are added in L2. L2 adds about 0.9 TB/s on an H100, so it hides behind long sums alone, and fetches behind all. The
-// bits are the same.
+// How many of the slices that a warp stores it fetches of what memory holds there; to the others their float32 sums are
+// added in L2, with the same bits. L2 adds 0.94 TB/s on an H100, which hides behind long sums alone; sums of middle
+// length have both, `of_both` slices fetched.
 constexpr int kAllSlices = 1 << 20;
 __device__ inline int fetched_slices(int summed_rows, int of_both) {
   constexpr int kAddedRows = 1536, kBothRows = 768;
