@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.hosts import models
-from tests.torch_frontend.program_tools import run_program
+from tests.program_tools import run_program
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the hosts' own
 

@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from flax import nnx
 
 from tests import bounds
 from tests.conftest import ROOT, quick_compilation
+from tests.program_tools import run_program
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
 SMALL = ("--width", "64", "--layers", "1", "--batch", "2", "--length", "16", "--steps", "6", "--save-every", "3")
@@ -45,17 +45,6 @@ def lax() -> Iterator[None]:
     """JAX as it is without the variables of conftest."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-
-
-def run_program(script: str, *options: str | Path) -> int:
-    """Runs an example as a program, in this interpreter, which has imported what examples import; its exit status."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)
-        patch.setattr(sys, "argv", [script, *map(str, options)])
-        with lax(), pytest.raises(SystemExit) as done:
-            runpy.run_path(str(SCRIPT.with_stem(script)), run_name="__main__")
-    assert isinstance(done.value.code, int)
-    return done.value.code
 
 
 @pytest.fixture(scope="module")
@@ -389,13 +378,13 @@ TORCH_SMALL = ("--width", "64", "--layers", "1", "--batch", "2", "--length", "16
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:cpu_offload. there is no GPU:UserWarning")
 def test_every_switch_of_the_torch_example_gives_the_same_losses(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In float32 the arithmetic is the same, so the bits are."""
     options = ("--compare", "--text", text, "--output", tmp_path, *TORCH_SMALL)
-    status = run_program(TORCH_SCRIPT.stem, *options)
+    with lax():
+        run_program([str(TORCH_SCRIPT), *map(str, options)], monkeypatch)
     printed, errors = capsys.readouterr()
-    assert status == 0, errors
     lines = printed.splitlines()
     rows = lines[1:7]
     assert [row[54:66].strip() for row in rows] == ["float32", *["equal"] * 5], printed
@@ -487,11 +476,11 @@ def test_switching_a_model_keeps_its_losses(
         pytest.skip("transformers is not installed; requirements/dev.txt has it")
     monkeypatch.syspath_prepend(SCRIPT.parent)
     example = importlib.import_module(script)
-    if recipe:
-        with lax():
+    with lax():
+        if recipe:
             assert example.main(["--steps", "3", *recipe]) == 0
-    else:
-        assert run_program(script, "--steps", "3") == 0
+        else:
+            run_program([str(SCRIPT.with_stem(script)), "--steps", "3"], monkeypatch)
     said = capsys.readouterr().out
     steps = [line.split() for line in said.splitlines() if line.split()[0] in ("1", "2", "3")]
     assert len(steps) == 3, said

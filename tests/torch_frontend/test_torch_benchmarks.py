@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torch_frontend.program_tools import run_program
+from tests.program_tools import run_program
 
 
 @pytest.mark.filterwarnings("ignore")  # as where the program runs by itself
