@@ -121,8 +121,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             # Nothing is drawn for a GPU that is not there: one test stands for all rows, and its mark deselects it.
             metafunc.parametrize(",".join(names), [pytest.param(*[None] * len(names), marks=pytest.mark.gpu, id="gpu")])
             continue
-        if _gpu_missing() and "kernel" in options:
-            options["kernel"] = [kernel for kernel in options["kernel"] if not _needs_gpu(kernel)]
+        if "kernel" in options:
+            options["kernel"] = [kernel for kernel in options["kernel"] if not _left_out(kernel)]
         if few is None or metafunc.config.getoption("--full") or seed is not None:
             rows = matrix_rows(draw, options, valid)
         else:
@@ -131,15 +131,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(",".join(names), rows)
 
 
-def _needs_gpu(value: object) -> bool:
-    """Whether a value of an option is a parameter with the mark `gpu`."""
-    return any(mark.name == "gpu" for mark in getattr(value, "marks", ()))
+def _has_mark(value: object, name: str) -> bool:
+    """Whether a value of an option is a parameter with a mark."""
+    return any(mark.name == name for mark in getattr(value, "marks", ()))
+
+
+def _left_out(kernel: object) -> bool:
+    """Whether this machine has no GPU for a kernel, or lacks its instructions."""
+    return _has_mark(kernel, "wider") or (_gpu_missing() is not None and _has_mark(kernel, "gpu"))
 
 
 def _for_gpu_alone(test: pytest.Item, options: Mapping[str, Sequence[Any]]) -> bool:
     """Whether no row of a matrix can run without a GPU."""
     kernels = options.get("kernel", ())
-    return test.get_closest_marker("gpu") is not None or (len(kernels) > 0 and all(map(_needs_gpu, kernels)))
+    return test.get_closest_marker("gpu") is not None or (
+        len(kernels) > 0 and all(_has_mark(kernel, "gpu") for kernel in kernels)
+    )
 
 
 def matrix_rows(draw: Draw, options: Mapping[str, Sequence[Any]], valid: Callable[..., bool] | None) -> list[Any]:
@@ -197,24 +204,28 @@ def _gpu_missing() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for mark, reason in (("gpu", _gpu_missing()), ("slow", _slow(config))):
-        marked = [item for item in items if item.get_closest_marker(mark)] if reason else []
-        if marked:
-            config.hook.pytest_deselected(items=marked)
-            items[:] = [item for item in items if not item.get_closest_marker(mark)]
+    left_out = {mark for mark, reason in _reasons(config).items() if reason}
+    marked = [item for item in items if any(mark.name in left_out for mark in item.iter_markers())]
+    if marked:
+        config.hook.pytest_deselected(items=marked)
+        kept = set(items).difference(marked)
+        items[:] = [item for item in items if item in kept]
     # They wait for minutes for processes of their own: the first worker of xdist waits while others run the rest.
     items.sort(key=lambda item: item.path.name not in RANK_TESTS)
 
 
-def _slow(config: pytest.Config) -> str | None:
-    """Why slow tests are left out."""
-    return None if config.getoption("--full") else "they run with --full (`make test-full`)"
+def _reasons(config: pytest.Config) -> dict[str, str | None]:
+    """Why tests with a mark are left out."""
+    return {
+        "gpu": _gpu_missing(),
+        "wider": "this CPU lacks the instructions of their kernels",  # tests/native/runner.py marks only such tests
+        "slow": None if config.getoption("--full") else "they run with --full (`make test-full`)",
+    }
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Says which tests are left out, and why."""
-    reasons = (("GPU", _gpu_missing()), ("slow", _slow(config)))
-    return [f"{kind} tests are left out: {reason}" for kind, reason in reasons if reason]
+    return [f"tests with the mark {mark} are left out: {reason}" for mark, reason in _reasons(config).items() if reason]
 
 
 @pytest.fixture

@@ -5,11 +5,35 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 
 #include "cc/bind/launch.h"
 #include "xla/ffi/api/ffi.h"
+
+namespace grouped {
+namespace {
+
+// All that XLA passes to a handler, undecoded.
+struct Frame {
+  const XLA_FFI_CallFrame* raw;
+};
+
+}  // namespace
+}  // namespace grouped
+
+template <>
+struct xla::ffi::internal::Decode<xla::ffi::internal::AttrsTag<grouped::Frame>> {
+  static std::optional<grouped::Frame> call(DecodingOffsets&, DecodingContext& context, DiagnosticEngine&) {
+    return grouped::Frame{context.call_frame};
+  }
+};
 
 namespace grouped {
 namespace {
@@ -100,21 +124,26 @@ struct Attributes {
   }
 };
 
+// One call decoded: everything but addresses.
 template <class Call>
-void execute(Platform platform, void* stream, Pool* pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-             const ffi::Dictionary& dictionary) {
+struct Decoded {
+  uint64_t operands, results;  // bit i: slot i is present
+  Prepared<Call> prepared;
+};
+
+template <class Call>
+Decoded<Call> decode(Platform platform, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     const ffi::Dictionary& dictionary) {
   const Attributes attributes(dictionary);
   const Schema& names = schema<Call>();
   std::vector<TensorView> inputs(names.inputs);
   std::vector<TensorView> outputs(names.outputs());
-  std::vector<uintptr_t> addresses(inputs.size() + outputs.size(), 0);
   size_t next = 0;
   for (size_t slot = 0; slot < inputs.size(); ++slot) {
     if ((attributes.operands >> slot & 1) == 0) continue;
     auto buffer = args.get<ffi::AnyBuffer>(next++);
     if (!buffer.has_value()) throw std::invalid_argument("fewer operands than bits in attribute `operands`");
     inputs[slot] = view_of(*buffer);
-    addresses[slot] = reinterpret_cast<uintptr_t>(buffer->untyped_data());
   }
   if (next != args.size() || attributes.operands >> inputs.size() != 0) {
     throw std::invalid_argument("attribute `operands` does not fit the " + std::to_string(args.size()) + " operands");
@@ -127,23 +156,110 @@ void execute(Platform platform, void* stream, Pool* pool, ffi::RemainingArgs arg
   size_t next_result = 0;
   for (size_t slot = 0; slot < outputs.size(); ++slot) {
     if ((attributes.results >> slot & 1) == 0) continue;
-    auto buffer = rets.get<ffi::AnyBuffer>(next_result++);
-    outputs[slot] = view_of(**buffer);
-    addresses[inputs.size() + slot] = reinterpret_cast<uintptr_t>((**buffer).untyped_data());
+    outputs[slot] = view_of(**rets.get<ffi::AnyBuffer>(next_result++));
   }
-  auto workspace = rets.get<ffi::AnyBuffer>(next_result);
-
-  const Prepared<Call> prepared(attributes.arch, attributes.implementation, inputs, outputs, attributes.params);
+  Prepared<Call> prepared(attributes.arch, attributes.implementation, inputs, outputs, attributes.params);
   if (prepared.target().platform != platform) {
     throw std::invalid_argument("arch \"" + std::string(attributes.arch) + "\" is not of the platform that runs it");
   }
+  return {static_cast<uint64_t>(attributes.operands), static_cast<uint64_t>(attributes.results), std::move(prepared)};
+}
+
+// The bytes of everything that a call is decoded from: calls with the same bytes are the same call.
+class Key {
+ public:
+  explicit Key(const XLA_FFI_CallFrame& frame) {
+    bytes_.reserve(2048);
+    for (int64_t i = 0; i < frame.args.size; ++i) buffer(frame.args.args[i]);
+    number(frame.args.size);
+    for (int64_t i = 0; i < frame.rets.size; ++i) buffer(frame.rets.rets[i]);
+    number(frame.rets.size);
+    for (int64_t i = 0; i < frame.attrs.size; ++i) {
+      text(*frame.attrs.names[i]);
+      attribute(frame.attrs.types[i], frame.attrs.attrs[i]);
+    }
+  }
+  // Not known where an attribute is of a kind that no call has.
+  bool known() const { return known_; }
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  void append(const void* from, size_t count) { bytes_.append(static_cast<const char*>(from), count); }
+  void number(int64_t value) { append(&value, sizeof value); }
+  void text(const XLA_FFI_ByteSpan& span) {
+    number(static_cast<int64_t>(span.len));
+    append(span.ptr, span.len);
+  }
+  void buffer(const void* given) {
+    const auto& of = *static_cast<const XLA_FFI_Buffer*>(given);
+    number(of.dtype);
+    number(of.rank);
+    append(of.dims, sizeof(int64_t) * static_cast<size_t>(of.rank));
+  }
+  void attribute(XLA_FFI_AttrType type, const void* value) {
+    number(type);
+    if (type == XLA_FFI_AttrType_STRING) return text(*static_cast<const XLA_FFI_ByteSpan*>(value));
+    const auto* scalar = static_cast<const XLA_FFI_Scalar*>(value);
+    known_ = known_ && type == XLA_FFI_AttrType_SCALAR &&
+             (scalar->dtype == XLA_FFI_DataType_S64 || scalar->dtype == XLA_FFI_DataType_F32);
+    if (!known_) return;
+    number(scalar->dtype);
+    append(scalar->value, scalar->dtype == XLA_FFI_DataType_S64 ? sizeof(int64_t) : sizeof(float));
+  }
+
+  std::string bytes_;
+  bool known_ = true;
+};
+
+// XLA calls a handler in each execution of a program, and decoding a call, with the choice of its kernel, takes longer
+// than launching it. So decoded calls are kept; all are dropped when there are too many.
+template <class Call>
+class Kept {
+ public:
+  template <class Decode>
+  std::shared_ptr<const Decoded<Call>> get(const Key& key, Decode decode) {
+    if (!key.known()) return std::make_shared<const Decoded<Call>>(decode());
+    {
+      const std::shared_lock lock(mutex_);
+      if (const auto found = calls_.find(key.bytes()); found != calls_.end()) return found->second;
+    }
+    auto made = std::make_shared<const Decoded<Call>>(decode());
+    const std::unique_lock lock(mutex_);
+    if (calls_.size() >= kMost) calls_.clear();
+    return calls_.try_emplace(key.bytes(), std::move(made)).first->second;
+  }
+
+ private:
+  static constexpr size_t kMost = 1024;
+  std::shared_mutex mutex_;
+  std::unordered_map<std::string, std::shared_ptr<const Decoded<Call>>> calls_;
+};
+
+template <class Call>
+void execute(Platform platform, void* stream, Pool* pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+             const XLA_FFI_CallFrame& frame) {
+  static auto* kept = new Kept<Call>[2];  // by platform; never destroyed, for a program may run at exit
+  const auto call = kept[platform == Platform::cpu ? 0 : 1].get(
+      Key(frame), [&] { return decode<Call>(platform, args, rets, ffi::Dictionary(&frame.attrs)); });
+
+  const Schema& names = schema<Call>();
+  std::vector<uintptr_t> addresses(names.inputs + names.outputs(), 0);
+  const auto put = [&](uint64_t present, size_t from, void** buffers) {
+    for (uint64_t left = present; left != 0; left &= left - 1) {
+      const auto slot = static_cast<size_t>(__builtin_ctzll(left));
+      addresses[from + slot] = reinterpret_cast<uintptr_t>(static_cast<const XLA_FFI_Buffer*>(*buffers++)->data);
+    }
+  };
+  put(call->operands, 0, frame.args.args);
+  put(call->results, names.inputs, frame.rets.rets);
+  auto workspace = rets.get<ffi::AnyBuffer>(rets.size() - 1);
   Buffers buffers;
   buffers.addresses = addresses.data();
   buffers.workspace = reinterpret_cast<uintptr_t>((**workspace).untyped_data());
   buffers.workspace_bytes = (**workspace).size_bytes();
   buffers.stream = stream;
   buffers.pool = pool;
-  prepared.launch(buffers);
+  call->prepared.launch(buffers);
 }
 
 // Nothing may be thrown into XLA.
@@ -163,25 +279,29 @@ ffi::Error guarded(Body body) {
 }
 
 template <class Call>
-ffi::Error execute_cpu(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       ffi::Dictionary dictionary) {
+ffi::Error execute_cpu(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets, Frame frame) {
   return guarded<Call>([&] {
     XlaPool pool(threads);
-    execute<Call>(Platform::cpu, nullptr, &pool, args, rets, dictionary);
+    execute<Call>(Platform::cpu, nullptr, &pool, args, rets, *frame.raw);
   });
 }
 
 template <class Call>
 XLA_FFI_Error* cpu_handler(XLA_FFI_CallFrame* frame) {
-  static auto* handler =
-      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs().To(execute_cpu<Call>).release();
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::ThreadPool>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs<Frame>()
+                             .To(execute_cpu<Call>)
+                             .release();
   return handler->Call(frame);
 }
 
 #if GROUPED_WITH_CUDA
 template <class Call>
-ffi::Error execute_cuda(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary dictionary) {
-  return guarded<Call>([&] { execute<Call>(Platform::cuda, stream, nullptr, args, rets, dictionary); });
+ffi::Error execute_cuda(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, Frame frame) {
+  return guarded<Call>([&] { execute<Call>(Platform::cuda, stream, nullptr, args, rets, *frame.raw); });
 }
 
 template <class Call>
@@ -190,7 +310,7 @@ XLA_FFI_Error* cuda_handler(XLA_FFI_CallFrame* frame) {
                              .Ctx<ffi::PlatformStream<void*>>()
                              .RemainingArgs()
                              .RemainingRets()
-                             .Attrs()
+                             .Attrs<Frame>()
                              .To(execute_cuda<Call>, {ffi::Traits::kCmdBufferCompatible})
                              .release();
   return handler->Call(frame);

@@ -14,6 +14,8 @@ struct CodedUpParams : UpParams {
   const float* factors;     // [groups]: scales of groups, or null
   int32_t codes_boxes = 0;  // of a tile of 4-bit codes
 };
+// Not bound by memory.
+__device__ inline NoPace pace_of(const CodedUpParams&, uint32_t) { return {}; }
 
 using ByteUpShape = CodedTileShape<false, kCodedBytesWithActivation.cols, kCodedBytesWithActivation.stages,
                                    kCodedBytesWithActivation.slots, kNarrowSlotBytes>;

@@ -15,6 +15,8 @@ struct CodedRowsParams : HalvesParams {
   CodedWeights coded;
   const float* factors;  // [groups]: scales of groups, or null
 };
+// Not bound by memory.
+__device__ inline NoPace pace_of(const CodedRowsParams&, uint32_t) { return {}; }
 
 using ByteTile = CodedTileShape<false, kCodedBytes.cols, kCodedBytes.stages, kCodedBytes.slots>;
 

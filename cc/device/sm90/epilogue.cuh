@@ -59,12 +59,12 @@ __device__ inline int fetched_slices(int summed_rows, int of_both) {
 }
 
 // Fetches of what memory holds under one tile: slices of 128 bytes by 16 rows, in the order in which they are stored,
-// the first `most` of them.
+// the first `most` of them. To the other slices L2 adds their sums, which it can do for float32 alone.
 template <class Out, int kSlots>
 class Held {
  public:
   static constexpr int kSliceCols = 128 / sizeof(Out);
-  static constexpr bool kAdds = true;
+  static constexpr bool kAddsInL2 = sizeof(Out) == 4;
   static_assert(kSlots >= 2, "a slot is refilled while the next one is stored");
 
   // `at` is the warp's first element, `rows` and `cols` what is left of the tensor from there on; its second 16 rows
@@ -118,7 +118,7 @@ class Held {
 
 // For results that are only stored.
 struct NothingHeld {
-  static constexpr bool kAdds = false;
+  static constexpr bool kAddsInL2 = false;
   static __device__ bool fetches() { return false; }
   template <class Slots_>
   __device__ void next(const Slots_&) {}
@@ -188,7 +188,7 @@ __device__ inline void store_rows(float (&acc)[kCols / 2], const CUtensorMap* ma
     __syncwarp();
     if (lane == 0) {
       const ptx::Coords to = {{at.c[0] + s * kSliceCols, at.c[1], at.c[2], at.c[3]}};
-      if (Held_::kAdds && sizeof(Out) == 4 && !fetched) {
+      if (Held_::kAddsInL2 && !fetched) {
         ptx::tensor_add(map, to, slot);
       } else {
         ptx::tensor_store(map, to, slot);

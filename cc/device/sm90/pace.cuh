@@ -13,8 +13,7 @@
 namespace grouped::sm90 {
 
 // Whether rows of so many 16-bit elements are worth it: the tiles under way then share more than 40 MB. At 4096 pacing
-// changes nothing. Kernels whose epilogue takes long, as gradients at the hidden rows, progress by fits and starts;
-// they would wait more than L2 saves.
+// changes nothing. Some kernels never keep pace (NoPace).
 constexpr bool keeps_pace(int length) { return length >= 6144; }
 
 constexpr int kPaceBlocks = 16;

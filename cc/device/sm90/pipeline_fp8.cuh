@@ -37,10 +37,11 @@ struct PromotingShape : TileShape<kCols_, kStages_, kSlots_> {
 // column.
 enum class Scaling { none, parts, columns };
 
-// Scales of the two rows and of the columns that a thread holds; those of single columns are read when they are needed.
+// Scales of the two rows of a thread, times those of parts of columns; those of single columns are read when they are
+// needed.
 template <Scaling kScaling, int kCols>
 struct BlockScales {
-  float rows[2], parts[kCols / kPartCols];
+  float rows[2], factors[2][kCols / kPartCols];
   uint32_t columns;  // shared address
 
   // Of the stage whose scales are at `at`.
@@ -53,7 +54,11 @@ struct BlockScales {
     }
     if constexpr (kScaling == Scaling::parts) {
 #pragma unroll
-      for (int i = 0; i < kCols / kPartCols; ++i) parts[i] = ptx::load_shared_float(at + stage_column(i));
+      for (int part = 0; part < kCols / kPartCols; ++part) {
+        const float scale = ptx::load_shared_float(at + stage_column(part));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) factors[i][part] = __fmul_rn(rows[i], scale);
+      }
     }
   }
 
@@ -65,7 +70,6 @@ struct BlockScales {
     for (int j = 0; j < kCount / 8; ++j) {
       const int col = kFirst + 8 * j;
       float of_column[2];
-      if constexpr (kScaling == Scaling::parts) of_column[0] = of_column[1] = parts[col / kPartCols];
       if constexpr (kScaling == Scaling::columns) {
         ptx::load_shared_v2(columns + 4 * (col + 2 * (threadIdx.x % 4)), of_column[0], of_column[1]);
       }
@@ -74,6 +78,8 @@ struct BlockScales {
         float& sum = acc[kFirst / 2 + 4 * j + i];
         if constexpr (kScaling == Scaling::none) {
           sum = __fadd_rn(sums[4 * j + i], sum);
+        } else if constexpr (kScaling == Scaling::parts) {
+          sum = __fmaf_rn(factors[i / 2][col / kPartCols], sums[4 * j + i], sum);
         } else {
           sum = __fmaf_rn(__fmul_rn(rows[i / 2], of_column[i % 2]), sums[4 * j + i], sum);
         }
@@ -99,6 +105,8 @@ __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStag
   const auto block = [&](auto steps) {
     ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity);
     const uint64_t stage = uint64_t(ring.slot * (Shape::kStageBytes >> 4));
+    // In front of the products: behind them shared memory answers late.
+    const BlockScales<kScaling, kCols> of_block(scales + ring.slot * Shape::kScaleBytes, first_row);
     float sums[kParts][kPart / 2];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -113,7 +121,6 @@ __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStag
       ptx::wgmma_commit();
     }
     if (left == length) started();
-    const BlockScales<kScaling, kCols> of_block(scales + ring.slot * Shape::kScaleBytes, first_row);
     if constexpr (kParts == 2) {
       ptx::wgmma_wait<1>();
       ptx::wgmma_done(sums[0]);
