@@ -759,6 +759,35 @@ def test_the_good_call_is_taken():
     assert jax.eval_shape(jg.ragged_dot, x, w, sizes).shape == (6, 4)
 
 
+def test_handlers_tell_calls_of_the_same_shapes_apart() -> None:
+    """A handler keeps what it has decoded: one number, text or dtype that differs makes another call."""
+    x, w = (jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float16) for shape in ((6, 8), (3, 8, 8)))
+    sizes, wi = jnp.asarray([1, 2, 3], jnp.int32), jnp.concatenate([w, -w], 2)
+    product, mlp = (
+        jax.jit(jg.ragged_dot, static_argnames="rhs_transposed"),
+        jax.jit(jg.grouped_mlp, static_argnames="activation"),
+    )
+
+    def results() -> list[jax.Array]:
+        limits = [jg.Activation("clamped_swiglu", limit=limit) for limit in (7.0, 0.25)]
+        return [
+            product(x, w, sizes),
+            product(x, w, sizes, rhs_transposed=True),
+            product(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), sizes),
+            *[mlp(x, wi, w, sizes, activation=each) for each in limits],
+            *[mlp(x, w, w, sizes, activation=each) for each in ("relu", "silu")],
+        ]
+
+    first = results()
+    for again, one in zip(results(), first, strict=True):
+        asserts.bitwise(again, one, "the same call")
+    asserts.bitwise(first[1], product(x, jnp.swapaxes(w, 1, 2), sizes), "the weight stored along the other axis")
+    values = [np.asarray(each, np.float32) for each in first]
+    np.testing.assert_allclose(values[2], values[0], rtol=0.05, atol=0.1, err_msg="bfloat16 beside float16")
+    for at, one in enumerate(values):
+        assert not any(np.array_equal(one, other) for other in values[:at]), f"result {at} is that of another call"
+
+
 @pytest.mark.rule("jax #34168")
 @pytest.mark.rule("ERR-1", "GRP-14")
 @pytest.mark.parametrize(
