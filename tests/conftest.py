@@ -218,7 +218,7 @@ def _reasons(config: pytest.Config) -> dict[str, str | None]:
     """Why tests with a mark are left out."""
     return {
         "gpu": _gpu_missing(),
-        "wider": "this CPU lacks the instructions of their kernels",  # tests/native/runner.py marks only such tests
+        "wider": "they are of kernels whose instructions this CPU lacks",  # tests/native/runner.py marks only these
         "slow": None if config.getoption("--full") else "they run with --full (`make test-full`)",
     }
 
