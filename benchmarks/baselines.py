@@ -138,6 +138,9 @@ def dense_tf32(work: Work) -> Thunk:
     return coarse
 
 
+PORTABLE_TF32 = "grouped_matmul_tf32_cuda"
+
+
 def ours_torch(layout: str, implementation: str | None = None, fp32: str = "tf32x3") -> Callable[[Work], Thunk]:
     """Our op in eager PyTorch, for weights [G, N, K] ("nk") or [G, K, N] ("kn"); a gradient is timed as a backward.
 
@@ -486,6 +489,8 @@ CANDIDATES: dict[str, Callable[[Work], Thunk]] = {
     "ours, TF32, [G,N,K]": ours_torch("nk", fp32="tf32"),
     "ours, TF32, [G,K,N]": ours_torch("kn", fp32="tf32"),
     "ours, portable, [G,N,K]": ours_torch("nk", "reference"),
+    "ours, portable tf32x3, [G,N,K]": ours_torch("nk", PORTABLE_TF32),
+    "ours, portable TF32, [G,N,K]": ours_torch("nk", PORTABLE_TF32, fp32="tf32"),
     "ours, torch, fp32 +=": ours_accumulating,
     **{name: jitted(name) for name in JAX_PRODUCTS},
     "jnp.dot loop": jax_loop,

@@ -138,7 +138,7 @@ def of_two_roundings(count: int) -> float:
 
 
 def _is_tf32(dtype: str, kernel: str, fp32_mode: str) -> bool:
-    return dtype == "float32" and fp32_mode != "ieee" and kernel.endswith("_sm90")
+    return dtype == "float32" and fp32_mode != "ieee" and kernel.endswith(("_sm90", "_tf32_cuda"))
 
 
 def gamma(terms: NDArray[np.float64] | float, dtype: str, kernel: str, fp32_mode: str = "ieee") -> NDArray[np.float64]:

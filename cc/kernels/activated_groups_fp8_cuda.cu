@@ -295,6 +295,8 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
 template <bool kGrad, bool kStore>
 void run(const ActivatedStore& call, const ActivatedProblem& p, const LaunchOptions& how) {
   constexpr int kOperands = kGrad ? 3 : 2, kTurned = !kStore ? 0 : kGrad ? 3 : 1;
+  static_assert(kOperands * sizeof(Ring) + kTurned * sizeof(Codes) ==
+                units_of_groups(kOperands, kTurned) * kActivatedUnit);
   run_activated<store_activated_groups<kGrad, kStore>>(
       call, p, kBlocks<kGrad>, kOperands * sizeof(Ring) + kTurned * sizeof(Codes) + sizeof(Shared),
       static_cast<int>(operands_of(p) * sizeof(Ring) + (kStore ? turned_of(p) : 0) * sizeof(Codes) + sizeof(Shared)),

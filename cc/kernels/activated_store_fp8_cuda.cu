@@ -12,11 +12,12 @@
 //   for act(h), where its turned codes are wanted beside gradients, and each half of the result: 32 registers --> rows
 //        and columns as in quantize_fp8_cuda.cu; turned codes take the slots of what has been read
 //
-// Two blocks an SM (128 registers, at most 109 KiB); row sums are added by a launch behind. Bound by memory: gradients
-// read 6 bytes an activated column and write 2 to 5.
+// Two blocks an SM (128 registers, at most 109 KiB), one where an SM has 100 KiB; row sums are added by a launch
+// behind. Bound by memory: gradients read 6 bytes an activated column and write 2 to 5.
 #include <algorithm>
 #include <string>
 
+#include "cc/api/archs.h"
 #include "cc/api/operands.h"
 #include "cc/device/common/row_partials.cuh"
 #include "cc/device/quantize/activated_fp8.cuh"
@@ -199,6 +200,7 @@ int64_t activated_width(const ActivatedStore& call, bool gated) { return call.hi
 template <int kForms>
 void run(const ActivatedStore& call, const Problem& p, const LaunchOptions& how) {
   static_assert(sizeof(ColumnScratch) <= sizeof(Slots), "the scratch has the memory of one array of slots");
+  static_assert(3 * sizeof(Slots) == units_of_blocks(3) * kActivatedUnit);
   run_activated<store_activated_blocks<kForms>>(call, p, kBlocksOfSm, 3 * sizeof(Slots) + sizeof(Shared),
                                                 static_cast<int>(slots_of(p) * sizeof(Slots) + sizeof(Shared)), how);
 }
@@ -213,12 +215,21 @@ size_t partials_at(const ActivatedStore& call) {
   return StoreScan::bytes(groups_of(call.store)) + sizeof(int32_t) * 64;
 }
 
+// Shared memory of a block: one of scales of groups is smaller, but wants room for the codes of all results.
+int block_bytes(const ActivatedStore& call, bool gated) {
+  const int operands = (gated ? 2 : 1) + (call.grad.present() ? 1 : 0);
+  const int results = (call.grad.present() && gated ? 2 : 1) + (call.store_activated.cross_values.present() ? 1 : 0);
+  const int turned = call.store.cross_values.present() ? results : 0;
+  const int units = call.store.block == 0 ? units_of_groups(operands, turned) : units_of_blocks(operands);
+  return units * kActivatedUnit + static_cast<int>(sizeof(Shared)) +
+         GroupTable::most_bytes(static_cast<int>(groups_of(call.store)));
+}
+
 }  // namespace
 
 std::string refuses_activated_store(const ActivatedStore& call, const Target& target) {
   const std::string reason = refuses_tiles(call.store, target);
   if (!reason.empty()) return reason;
-  if (has_small_blocks(target)) return "needs 109 KiB of shared memory a block";
   if (groups_of(call.store) > kFewGroups) return "takes up to 1024 groups";
   for (const TensorView* t : {&call.store.source, &call.hidden, &call.grad, &call.result, &call.activated}) {
     if (t->present() && t->dtype != DType::bf16) return "takes and gives bfloat16, not " + describe(*t);
@@ -243,6 +254,10 @@ std::string refuses_activated_store(const ActivatedStore& call, const Target& ta
     return "takes halves of whole blocks: F = " + std::to_string(width) + " is no multiple of 128";
   }
   if (cross.present() && (!store.turned || store.segment % 16 != 0)) return "turns rows in segments of 16 or more";
+  if (const int bytes = block_bytes(call, is_gated(kind)); has_small_blocks(target) && bytes > kSmallBlock) {
+    return "needs " + std::to_string(bytes) + " bytes of shared memory a block, which has " +
+           std::to_string(kSmallBlock) + " on " + arch_name(target.sm);
+  }
   return "";
 }
 

@@ -93,6 +93,8 @@ extern const Kernel<GroupedMatmulDact> grouped_matmul_dact_codes_sm90;
 // Any NVIDIA GPU from sm_80 on.
 extern const Kernel<GroupedMatmul> grouped_matmul_any_cuda;
 extern const Kernel<GroupedMatmul> grouped_matmul_narrow_cuda;
+extern const Kernel<GroupedMatmul> grouped_matmul_tf32_cuda;
+extern const Kernel<GroupedMatmul> grouped_matmul_fp8_cuda;  // from sm_89 on
 extern const Kernel<GroupSum> group_sum_any_cuda;
 extern const Kernel<RowDot> row_dot_any_cuda;
 extern const Kernel<ScaleRows> scale_rows_any_cuda;

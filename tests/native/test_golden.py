@@ -10,7 +10,7 @@ from grouped_core import _native, calls, debug, plans
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import FORMATS
-from grouped_core.recipes import MXFP8, plain
+from grouped_core.recipes import FP32_MODES, MXFP8, plain
 from tests import asserts, cases
 from tests.native.runner import JOINED, LOW
 
@@ -32,16 +32,22 @@ FAST: dict[tuple[str, str, str], str] = {
 }
 """Kernels of fast paths, by (arch, product, dtype): of cases whose rows are multiples of 16 bytes."""
 
+TF32, TF32X3_PAYS = "grouped_matmul_tf32_cuda", ("sm_80", "sm_90a")
+"""The kernel of float32 operands, whatever their width, on every GPU in the mode `tf32`, on these archs in `tf32x3`."""
+
 NARROW, MOST_NARROW = "grouped_matmul_narrow_cuda", 32
 """The kernel of 16-bit products with so few columns, and of gradients with so few rows or columns."""
 
 IN_PLACE = {"cpu": 2, "sm_80": 32, "sm_89": 32, "sm_90a": 64}
 """By arch: a contraction over two arrays, each as deep as a multiple of this, reads them where they lie, by the kernel
-that takes them as one array (float32 on sm_90a: of 32). Others are joined."""
+that takes them as one array. Others are joined. Where tensor cores multiply float32 it is half of that."""
 
 OF_CODES = frozenset(
     f"grouped_matmul_{name}"
-    for name in ("fp8_fast_sm90", "fp8_sm90", "fp8_wgrad_sm90", "weight_only_sm90", "codes_sm90", "widened_cuda")
+    for name in (
+        *("fp8_fast_sm90", "fp8_sm90", "fp8_wgrad_sm90", "weight_only_sm90", "codes_sm90", "fp8_cuda"),
+        "widened_cuda",
+    )
 )
 """Kernels of quantised operands: test_fp8_sm90.py and test_quantized_products.py say what they take."""
 
@@ -67,8 +73,13 @@ def golden(arch: str, which: str, dtype: str, case: cases.Case) -> str:
 
 def golden_of_any_width(arch: str, which: str, dtype: str, case: cases.Case) -> str:
     """The same where the kernel of narrow ones does not take it."""
-    slow = f"grouped_matmul_any_{DEFAULT[arch]}"
+    slow = golden_without_fast_paths(arch, dtype)
     return FAST.get((arch, which, dtype), slow) if aligned(dtype, case) else slow
+
+
+def golden_without_fast_paths(arch: str, dtype: str) -> str:
+    """The same where no kernel of fast paths takes it."""
+    return TF32 if dtype == "float32" and arch in TF32X3_PAYS else f"grouped_matmul_any_{DEFAULT[arch]}"
 
 
 def compiled(arch: str) -> None:
@@ -102,13 +113,40 @@ def test_products(arch, which, dtype):
         assert plan.kernel == golden(arch, which, dtype, case), f"{case}: {plan.refusals}"
 
 
+@pytest.mark.rule("ERR-3")
+@pytest.mark.parametrize("arch", [arch for arch in DEFAULT if arch != "cpu"])
+@pytest.mark.parametrize("mode", FP32_MODES)
+def test_modes_of_float32_at_odd_widths(arch, mode):
+    compiled(arch)
+    x, w, _, sizes = specs(cases.named("k_n_odd"), "float32")
+    call = calls.grouped_matmul(x, w, (1, 1), sizes, "float32", recipe=plain("float32").replace(fp32=mode))
+    plan, tf32 = plans.attempt(call, arch), mode == "tf32" or (mode == "tf32x3" and arch in TF32X3_PAYS)
+    assert plan.kernel == (TF32 if tf32 else "grouped_matmul_any_cuda"), plan.refusals
+
+
+@pytest.mark.rule("ERR-3")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+def test_codes_on_older_chips(arch):
+    """Those of 8 bits meet as they are from sm_89 on, if rows are multiples of 16 bytes and lie along the contraction."""
+    compiled(arch)
+    for k, axis, wanted in ((48, 2, "fp8_cuda"), (40, 2, "widened_cuda"), (48, 1, "widened_cuda")):
+        shape = (3, 24, k) if axis == 2 else (3, k, 24)
+        x, w = ArraySpec((64, k), "float8_e4m3fn"), ArraySpec(shape, "float8_e4m3fn")
+        call = calls.grouped_matmul(x, w, (1, axis), ArraySpec((3,), "int32"), "bfloat16", recipe=plain("float8_e4m3fn"))
+        plan = plans.attempt(call, arch)
+        reason = dict(plan.refusals).get("grouped_matmul_fp8_cuda", "")
+        if arch == "sm_80" or "was not compiled for sm_89" in reason:
+            wanted = "widened_cuda"
+        assert plan.kernel == f"grouped_matmul_{wanted}", plan.refusals
+
+
 @pytest.mark.rule("ERR-3", "MAT-3")
 @pytest.mark.parametrize("arch", DEFAULT)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_halves_of_a_weight(arch, dtype):
     compiled(arch)
-    multiple = 32 if (arch, dtype) == ("sm_90a", "float32") else IN_PLACE[arch]
-    for half in (1, 2, 61, 96, 128, 136, 192, 256):
+    multiple = IN_PLACE[arch] // (2 if dtype == "float32" and arch in TF32X3_PAYS else 1)
+    for half in (1, 2, 48, 61, 96, 128, 136, 192, 256):
         part, whole = (cases.Case("halves", (150, 301), 540, 136, n, frozenset()) for n in (half, 2 * half))
         (x, w, _, sizes), dy, recipe = specs(part, dtype), specs(whole, dtype)[2], plain(dtype)
         columns = plans.attempt(calls.grouped_matmul(x, w, (1, 1), sizes, dtype, recipe=recipe, result_half=2), arch)
@@ -336,6 +374,30 @@ def test_workspaces_of_stored_results(format, scales):
 
 
 @pytest.mark.rule("ERR-3")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_1x128"])
+def test_one_pass_from_activation_to_codes(arch, format):
+    """A block of sm_89 has 99 KiB of shared memory, which gradients in gated halves fill up to so many groups."""
+    compiled(arch)
+    options: dict[str, Any] = {"activation": Activation("swiglu"), "recipe": plain("bfloat16")}
+    codes, turned = (calls.QuantizedResult(FORMATS[format], forms) for forms in ((True, True), (False, True)))
+    for groups in (8, 128, 512):
+        case = cases.Case("stored", (64,) * groups, 64 * groups, 256, 512, frozenset())
+        x, _, _, sizes = specs(case, "bfloat16")
+        wi, wo = (ArraySpec((groups, case.k, width), "bfloat16") for width in (2 * case.n, case.n))
+        hidden = ArraySpec((case.rows, 2 * case.n), "bfloat16")
+        wanted: dict[str, Any] = {"wanted": (False, False, True), "quantized_activated": turned}
+        forward = calls.grouped_matmul_act(x, wi, 1, sizes, "bfloat16", hidden=True, quantized=codes, **options)
+        backward = calls.grouped_matmul_dact(x, wo, 1, sizes, hidden, "bfloat16", quantized=codes, **options, **wanted)
+        for call in (forward, backward):
+            plan, name = plans.attempt(call, arch), f"{call.name}_stored_fp8_cuda"
+            fits = arch == "sm_80" or call is forward or groups <= 128
+            assert (plan.kernel == name) == fits, plan.refusals
+            if not fits:
+                assert "bytes of shared memory a block, which has 101376 on sm_89" in dict(plan.refusals)[name]
+
+
+@pytest.mark.rule("ERR-3")
 @pytest.mark.parametrize("arch", DEFAULT)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("into", ["float32", "bfloat16"])
@@ -345,7 +407,7 @@ def test_accumulating_weight_gradients(arch, dtype, into):
         plan = plans.attempt(product(case, dtype, "wgrad", into), arch)
         wanted = golden(arch, "wgrad", dtype, case)
         if into not in (dtype, "float32") and wanted != NARROW:  # Hopper's take no accumulator of the other 16-bit type
-            wanted = f"grouped_matmul_any_{DEFAULT[arch]}"
+            wanted = golden_without_fast_paths(arch, dtype)
         assert plan.kernel == wanted, f"{case}: {plan.refusals}"
 
 
@@ -470,5 +532,6 @@ def test_every_fast_kernel_is_golden_somewhere():
     listed = set(_native.kernels()["grouped_matmul"])
     fast = {name for name in listed if "_any_" not in name and JOINED not in name and LOW not in name}
     fast -= OF_CODES | {NARROW}
-    assert fast <= set(FAST.values()), f"say in FAST which cases get {sorted(fast - set(FAST.values()))}"
-    assert set(FAST.values()) <= listed or not _native.cuda_compiled
+    golden_somewhere = {*FAST.values(), TF32}
+    assert fast <= golden_somewhere, f"say in FAST which cases get {sorted(fast - golden_somewhere)}"
+    assert golden_somewhere <= listed or not _native.cuda_compiled

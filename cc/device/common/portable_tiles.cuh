@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <string>
 
 #include "cc/api/calls.h"
 #include "cc/api/context.h"
@@ -187,6 +188,22 @@ inline std::string refuses_ends(const GroupedMatmul& call) {
   return "";
 }
 
+constexpr int64_t kMostCoordinates = INT32_MAX - 256;  // tile coordinates are 32 bits wide
+
+// What portable kernels that read `depth` elements of a contraction at once cannot address.
+inline std::string refuses_extents(const GroupedMatmul& call, int depth) {
+  if (call.rhs_up.present() && call.rhs.dims[call.rhs_axis] % depth != 0) {
+    return "contracts a weight in two arrays if both are a multiple of " + std::to_string(depth) + " deep; rhs is " +
+           describe(call.rhs);
+  }
+  for (const TensorView* t : {&call.lhs, &call.rhs}) {
+    for (int i = 0; i < t->rank; ++i) {
+      if (t->dims[i] > kMostCoordinates) return "takes dimensions below 2^31 - 256, got " + describe(*t);
+    }
+  }
+  return "";
+}
+
 inline int64_t tiles_of(int64_t extent, int64_t tile) { return (extent + tile - 1) / tile; }
 
 // The call, for tiles of `tile_rows` x `tile_cols` of its result.
@@ -240,6 +257,14 @@ inline Problem problem_of(const GroupedMatmul& call, const Context& context, int
 inline int64_t most_tiles(const Problem& p, int tile_rows) {
   return p.contract_rows ? p.scan.count * p.row_tiles * p.col_tiles
                          : most_row_tiles(p.tokens, p.scan.count, tile_rows) * p.col_tiles;
+}
+
+// Scans the sizes of groups for tiles of so many rows; how many tiles there can be at most. 0: there is nothing to do.
+inline int64_t scan_tiles(const GroupedMatmul& call, const Problem& p, int tile_rows, cudaStream_t stream) {
+  const int64_t tiles = most_tiles(p, tile_rows);
+  const bool keeps_tail = call.into.present();
+  if (tiles != 0) launch_scan(call.group_sizes.as<const int32_t>(), p.tokens, tile_rows, !keeps_tail, p.scan, stream);
+  return tiles;
 }
 
 }  // namespace device

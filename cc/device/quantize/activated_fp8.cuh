@@ -2,6 +2,8 @@
 // the call as they see it, and what happens to eight columns of a row.
 #pragma once
 
+#include <algorithm>
+
 #include "cc/api/activated.h"
 #include "cc/device/common/hidden_rows.cuh"
 #include "cc/device/quantize/fp8_tile.cuh"
@@ -135,11 +137,18 @@ __device__ inline void activate_nothing(const ActivatedProblem& p, const StoreTi
 
 inline int64_t column_tiles_of(int64_t width) { return divide_up(width, kStoreColumns); }
 
+// What a block of either kernel has beside ActivatedShared and the table, in tiles of codes: rows of `operands`
+// operands, and codes of `turned` results.
+constexpr int kActivatedUnit = kStoreRows * kStoreColumns;
+__host__ __device__ constexpr int units_of_blocks(int operands) { return 2 * (operands > 2 ? 3 : 2); }
+__host__ __device__ constexpr int units_of_groups(int operands, int turned) { return operands + turned; }
+
 // Launches kKernel, whose blocks have `bytes` of shared memory and a table of the groups behind.
 template <auto kKernel>
 void run_activated(const ActivatedStore& call, device::ActivatedProblem p, int most_blocks, int most_bytes, int bytes,
                    const LaunchOptions& how) {
-  allow_shared_memory<kKernel>(most_bytes + device::GroupTable::most_bytes(kFewGroups));
+  allow_shared_memory<kKernel>(
+      std::min(most_bytes + device::GroupTable::most_bytes(kFewGroups), shared_memory_of_block()));
   bytes += device::GroupTable::bytes(p.store);
   const int64_t column_tiles = column_tiles_of(p.hidden.width);
   const int64_t tiles = most_row_tiles_of(call.store, kStoreRows) * column_tiles;

@@ -344,14 +344,15 @@ inline int64_t most_row_tiles_of(const Quantize& call, int64_t height) {
   return std::max<int64_t>(most_row_tiles(tall, groups, height) + divide_up(std::max(tall, padded), height), 1);
 }
 
-// Whether a block has no more than 99 KiB of shared memory.
+constexpr int kSmallBlock = 99 * 1024;
+// Whether a block has no more shared memory than that.
 inline bool has_small_blocks(const Target& target) { return target.sm == 86 || target.sm == 89 || target.sm >= 120; }
 
 // What a kernel that needs kBytes beside its table of groups may ask for on this device.
 template <int kBytes>
 int most_shared_bytes() {
   using device::GroupTable;
-  static_assert(kBytes + GroupTable::most_bytes(kFewGroups) <= 99 * 1024, "fits everywhere");
+  static_assert(kBytes + GroupTable::most_bytes(kFewGroups) <= kSmallBlock, "fits everywhere");
   return std::min(kBytes + GroupTable::most_bytes(kMostGroups), shared_memory_of_block());
 }
 

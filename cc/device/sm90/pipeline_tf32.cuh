@@ -24,11 +24,15 @@
 // the 32 k to the accumulators by ordinary fp32 additions. In tf32 the operands' own rounding is larger.
 #pragma once
 
+#include "cc/device/common/tf32.cuh"
 #include "cc/device/sm90/layout_tf32.cuh"
 #include "cc/device/sm90/shell.cuh"
-#include "cc/device/sm90/tf32.cuh"
 
 namespace grouped::sm90 {
+
+using device::as_tf32;
+using device::split_tf32;
+using device::Tf32Parts;
 
 constexpr int kUnitRows = 64;  // of one wgmma
 constexpr int kTf32Units = 4;  // of a tile

@@ -2,9 +2,12 @@
 // the 13 bits below: one rounded operand, or two whose sum is the number to 23 bits.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
 
-namespace grouped::sm90 {
+namespace grouped {
+namespace device {
 
 constexpr uint32_t kIgnored = 0x1fff;       // bits that tensor cores do not read
 constexpr uint32_t kHalfStep = 0x1000;      // added before they are dropped: nearest, ties away
@@ -32,4 +35,5 @@ __device__ inline Tf32Parts split_tf32(uint32_t bits) {
   return {high, __float_as_uint(__fsub_rn(__uint_as_float(bits), __uint_as_float(high)))};
 }
 
-}  // namespace grouped::sm90
+}  // namespace device
+}  // namespace grouped

@@ -1,0 +1,100 @@
+// Products of 8-bit codes with scales of groups on the tensor cores of GPUs since sm_89, by the pipeline of
+// mma_tiles.cuh: m16n8k32, of rows and weights that both lie along the contraction. Hopper has the instruction, but not
+// the circuits: it widens codes to 16 bits.
+//
+//   tile       ring             accumulators   registers
+//   128 x 64   4 x (8 + 4) KiB  64 + 64        255
+//
+// Tensor cores keep about 14 bits of a sum of such products, so each 64 terms are summed apart.
+#include <algorithm>
+#include <initializer_list>
+#include <iterator>
+#include <string>
+
+#include "cc/api/archs.h"
+#include "cc/api/calls.h"
+#include "cc/api/operands.h"
+#include "cc/device/common/mma_tiles.cuh"
+#include "cc/kernels/kernels.h"
+
+namespace grouped {
+namespace {
+
+using namespace device;
+
+constexpr DType dtype_of(Code code) { return code == Code::e4m3 ? DType::e4m3fn : DType::e5m2; }
+
+template <Code kLhs, Code kRhs>
+struct CodeProduct {
+  using Shape = MmaShape<1, true>;
+  static __device__ DType lhs_type(const Problem&) { return dtype_of(kLhs); }
+  static __device__ DType rhs_type(const Problem&) { return dtype_of(kRhs); }
+
+  template <bool kFirst>
+  static __device__ void multiply(const Fragments<Shape>& f, Sums<Shape>& sums) {
+#pragma unroll
+    for (int i = 0; i < kWarpRows / kSlab; ++i) {
+#pragma unroll
+      for (int j = 0; j < Shape::kWarpCols / 8; ++j) {
+        multiply_add_codes<kLhs, kRhs, kFirst>(sums[i][j], f.a[i], f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]);
+      }
+    }
+  }
+};
+
+struct Codes {
+  using Shape = MmaShape<1, true>;
+
+  template <class F>
+  static __device__ void choose(const Problem& p, const F& multiply) {
+    if (p.lhs_type == DType::e4m3fn) {
+      choose_rhs<Code::e4m3>(p, multiply);
+    } else {
+      choose_rhs<Code::e5m2>(p, multiply);
+    }
+  }
+
+ private:
+  template <Code kLhs, class F>
+  static __device__ void choose_rhs(const Problem& p, const F& multiply) {
+    if (p.rhs_type == DType::e4m3fn) {
+      multiply(CodeProduct<kLhs, Code::e4m3>{});
+    } else {
+      multiply(CodeProduct<kLhs, Code::e5m2>{});
+    }
+  }
+};
+
+constexpr int kFirstChip = 89;  // that multiplies codes
+constexpr int kBuiltFor[] = {__CUDA_ARCH_LIST__};
+
+// Whether the code that runs on a chip was compiled with the instruction: sm_80 code, which runs on sm_89, was not.
+bool has_code(int chip) {
+  return std::any_of(std::begin(kBuiltFor), std::end(kBuiltFor),
+                     [chip](int built) { return built / 10 >= kFirstChip && built / 10 <= chip; });
+}
+
+std::string refuses(const GroupedMatmul& call, const Target& target) {
+  for (const TensorView* t : {&call.lhs, &call.rhs}) {
+    if (!is_fp8(t->dtype)) return "takes two operands of float8, got " + describe(*t);
+  }
+  if (target.sm < kFirstChip) {
+    return "needs " + arch_name(kFirstChip) + " or later, the device is " + arch_name(target.sm);
+  }
+  if (!has_code(target.sm)) return "was not compiled for sm_89; build with GROUPED_CUDA_ARCHS=89";
+  if (call.contract_rows || call.rhs_axis != 2) return "multiplies rows by weights that lie along the contraction";
+  if (call.rhs.dims[2] % Codes::Shape::kChunk != 0) {
+    return "reads rows of multiples of 16 bytes; rhs is " + describe(call.rhs);
+  }
+  if (std::string reason = refuses_ends(call); !reason.empty()) return reason;
+  return refuses_extents(call, Codes::Shape::kDepth);
+}
+
+size_t workspace(const GroupedMatmul& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
+
+}  // namespace
+
+const Kernel<GroupedMatmul> grouped_matmul_fp8_cuda = {
+    "grouped_matmul_fp8_cuda", Arch::cuda, Kind::special, refuses, workspace, launch_mma<Codes>};
+
+}  // namespace grouped
