@@ -22,7 +22,7 @@ namespace {
 
 using namespace device;
 
-template <int kTerms>
+template <int kTerms, bool kContraction = false>
 struct Tf32 {
   using Shape = MmaShape<4, kTerms != 1>;
   static constexpr int kSlabs = kWarpRows / kSlab, kBlocks = Shape::kWarpCols / 8;
@@ -72,18 +72,36 @@ struct Tf32 {
     }
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
-      uint32_t high[4], low[4];
+      if constexpr (kContraction) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const Tf32Parts parts = split_tf32(f.a[i][e]);
-        high[e] = parts.high, low[e] = parts.low;
+        for (int e = 0; e < 2; ++e) {  // the first and the second 4 k
+          const Tf32Parts above = split_tf32(f.a[i][2 * e]), below = split_tf32(f.a[i][2 * e + 1]);
+          const uint32_t both[4] = {above.low, below.low, above.high, below.high};
+#pragma unroll
+          for (int j = 0; j < kBlocks; ++j) {
+            if (e == 0) {
+              multiply_add_tf32<kFirst>(sums[i][j], both, b[j][e].high, b[j][e].low);
+            } else {
+              multiply_add_tf32<false>(sums[i][j], both, b[j][e].high, b[j][e].low);
+            }
+          }
+#pragma unroll
+          for (int j = 0; j < kBlocks; ++j) multiply_add_tf32(sums[i][j], above.high, below.high, b[j][e].high);
+        }
+      } else {
+        uint32_t low[4], high[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const Tf32Parts parts = split_tf32(f.a[i][e]);
+          low[e] = parts.low, high[e] = parts.high;
+        }
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) multiply_add_tf32<kFirst>(sums[i][j], low, b[j][0].high, b[j][1].high);
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) multiply_add_tf32<false>(sums[i][j], high, b[j][0].low, b[j][1].low);
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) multiply_add_tf32<false>(sums[i][j], high, b[j][0].high, b[j][1].high);
       }
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) multiply_add_tf32<kFirst>(sums[i][j], low, b[j][0].high, b[j][1].high);
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) multiply_add_tf32<false>(sums[i][j], high, b[j][0].low, b[j][1].low);
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) multiply_add_tf32<false>(sums[i][j], high, b[j][0].high, b[j][1].high);
     }
   }
 };
@@ -109,7 +127,8 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
 size_t workspace(const GroupedMatmul& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
 
 void launch(const GroupedMatmul& call, const Context& context) {
-  return call.fp32_mode == "tf32" ? launch_mma<Tf32<1>>(call, context) : launch_mma<Tf32<3>>(call, context);
+  return call.fp32_mode == "tf32" ? launch_mma<Tf32<1>>(call, context)
+                                  : launch_mma<Tf32<3>, Tf32<3, true>>(call, context);
 }
 
 }  // namespace

@@ -127,12 +127,14 @@ def test_modes_of_float32_at_odd_widths(arch, mode):
 @pytest.mark.rule("ERR-3")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
 def test_codes_on_older_chips(arch):
-    """Those of 8 bits meet as they are from sm_89 on, if rows are multiples of 16 bytes and lie along the contraction."""
+    """Those of 8 bits meet as they are from sm_89 on, if they lie along the contraction in multiples of 16 bytes."""
     compiled(arch)
     for k, axis, wanted in ((48, 2, "fp8_cuda"), (40, 2, "widened_cuda"), (48, 1, "widened_cuda")):
         shape = (3, 24, k) if axis == 2 else (3, k, 24)
         x, w = ArraySpec((64, k), "float8_e4m3fn"), ArraySpec(shape, "float8_e4m3fn")
-        call = calls.grouped_matmul(x, w, (1, axis), ArraySpec((3,), "int32"), "bfloat16", recipe=plain("float8_e4m3fn"))
+        call = calls.grouped_matmul(
+            x, w, (1, axis), ArraySpec((3,), "int32"), "bfloat16", recipe=plain("float8_e4m3fn")
+        )
         plan = plans.attempt(call, arch)
         reason = dict(plan.refusals).get("grouped_matmul_fp8_cuda", "")
         if arch == "sm_80" or "was not compiled for sm_89" in reason:

@@ -69,6 +69,13 @@ __device__ void multiply_add_tf32(float (&sums)[4], const uint32_t (&a)[4], uint
         "f"(sums[3]));
 }
 
+// The same of half as many, [16x4] x [4x8].
+__device__ inline void multiply_add_tf32(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};\n"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
 // The same of codes of 8 bits, [16x32] x [32x8]; since sm_89.
 enum class Code { e4m3, e5m2 };
 template <Code kLhs, Code kRhs, bool kFirst>

@@ -234,14 +234,16 @@ void launch_tiles(const Problem& p, int64_t tiles, cudaStream_t stream) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-template <class Ops>
+// ContractionOps: for contractions over rows.
+template <class Ops, class ContractionOps = Ops>
 void launch_mma(const GroupedMatmul& call, const Context& context) {
+  using Shape = typename Ops::Shape;
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
-  const Problem p = problem_of(call, context, kTileRows, Ops::Shape::kCols);
+  const Problem p = problem_of(call, context, kTileRows, Shape::kCols);
   const int64_t tiles = scan_tiles(call, p, kTileRows, stream);
   if (tiles == 0) return;
-  if constexpr (Ops::Shape::kBytes > 1) {
-    if (p.contract_rows) return launch_tiles<Ops, false, false>(p, tiles, stream);
+  if constexpr (Shape::kBytes > 1) {
+    if (p.contract_rows) return launch_tiles<ContractionOps, false, false>(p, tiles, stream);
     if (!p.rhs_k_major) return launch_tiles<Ops, true, false>(p, tiles, stream);
   }
   launch_tiles<Ops, true, true>(p, tiles, stream);
