@@ -2,7 +2,7 @@
 #
 # GROUPED_CUDA_ARCHS (in)   "found": the chips of this machine, all where there is none; "all"; or some of
 #   80    sm_80 code of the portable kernels, for chips of major version 8
-#   89    sm_89 code of them, beside 80 only of those that convert FP8 in bulk, which it has instructions for: chips of
+#   89    sm_89 code of them, beside 80 only of those that convert or multiply FP8, which it has instructions for: chips of
 #         8.9 run sm_80 code of the others
 #   90    sm_90 code of them, and PTX of compute_90, which the driver compiles for chips newer than Hopper
 #   90a   sm_90 code of them without PTX: a Hopper chip alone
@@ -10,7 +10,7 @@
 # chip.
 # GROUPED_BUILT_ARCHS (out)     that list; the module keeps it, to refuse a chip that it has no code for
 # GROUPED_PORTABLE_CODE (out)   options for *_cuda.cu
-# GROUPED_FP8_CODE (out)        options for those of them that convert FP8
+# GROUPED_FP8_CODE (out)        options for those of them that convert or multiply FP8
 # GROUPED_FAMILIES (out)        sm90: its kernels are *_sm90.cu, options for them are GROUPED_CODE_sm90
 include(CheckCompilerFlag)
 

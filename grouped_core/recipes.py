@@ -44,7 +44,7 @@ class Recipe(Literal):
             rows of a group are refused; delayed scaling that has not started multiplies by 1. It costs time where few
             weights meet many rows, because long sums are not split.
         fp32: how products of float32 operands use tensor cores: "tf32x3" (float32 accuracy), "tf32", or "ieee". CPUs
-            run every mode as "ieee", and GPUs run "tf32x3" so where it would be slower (numerics 2.5).
+            run every mode as "ieee", and so do GPUs on which "tf32x3" would be slower (numerics 2.5).
         accumulate: where the hardware keeps partial sums of 8-bit products in fewer bits than fp32: "promote" adds them
             to an fp32 sum every 128 contracted elements; "fast" never does. "fast" needs per-tensor scales and holds
             for forward only; dgrad and wgrad are promoted in either case.

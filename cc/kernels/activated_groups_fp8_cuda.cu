@@ -13,9 +13,10 @@
 //        partial sum of the row and column tile
 //   once a tile, where columns are wanted: 4 x 4 bytes turned in registers --> 16 rows a thread, lines of 128 bytes
 //
-// Two barriers a tile. Gradients: 128 registers, at most 109 KiB, two blocks an SM; forward 80, 61 KiB, three. Current
-// scaling runs the same rows twice, of which only amaxes remain the first time; delayed scaling does so with rows of
-// groups that have not started, and else leaves the first launch at once. Row sums are added by a launch behind.
+// Two barriers a tile. Gradients: 128 registers, at most 109 KiB, two blocks an SM of Hopper; forward 80, 61 KiB,
+// three. Current scaling runs the same rows twice, of which only amaxes remain the first time; delayed scaling does so
+// with rows of groups that have not started, and else leaves the first launch at once. Row sums are added by a launch
+// behind.
 //
 // Memory and issue slots bound it about alike: gradients read 6 bytes an activated column and write 2 to 5, and take
 // some 370 instructions for eight columns of SwiGLU, more of the time the lower the clock is. So the loop over rows
@@ -296,7 +297,7 @@ template <bool kGrad, bool kStore>
 void run(const ActivatedStore& call, const ActivatedProblem& p, const LaunchOptions& how) {
   constexpr int kOperands = kGrad ? 3 : 2, kTurned = !kStore ? 0 : kGrad ? 3 : 1;
   static_assert(kOperands * sizeof(Ring) + kTurned * sizeof(Codes) ==
-                units_of_groups(kOperands, kTurned) * kActivatedUnit);
+                units_with_group_scales(kOperands, kTurned) * kActivatedUnit);
   run_activated<store_activated_groups<kGrad, kStore>>(
       call, p, kBlocks<kGrad>, kOperands * sizeof(Ring) + kTurned * sizeof(Codes) + sizeof(Shared),
       static_cast<int>(operands_of(p) * sizeof(Ring) + (kStore ? turned_of(p) : 0) * sizeof(Codes) + sizeof(Shared)),

@@ -12,7 +12,7 @@
 //   for act(h), where its turned codes are wanted beside gradients, and each half of the result: 32 registers --> rows
 //        and columns as in quantize_fp8_cuda.cu; turned codes take the slots of what has been read
 //
-// Two blocks an SM (128 registers, at most 109 KiB), one where an SM has 100 KiB; row sums are added by a launch
+// Two blocks an SM of Hopper (128 registers, at most 109 KiB); row sums are added by a launch
 // behind. Bound by memory: gradients read 6 bytes an activated column and write 2 to 5.
 #include <algorithm>
 #include <string>
@@ -38,7 +38,7 @@ using Tile = Shape<false>;
 
 // Arrays of slots: one an operand. Forward keeps the first, gradients as many as there are halves; turned codes take
 // the place of the last, or of one more where all are kept.
-__host__ __device__ inline int slots_of(const Problem& p) { return operands_of(p) > 2 ? 3 : 2; }
+__host__ __device__ inline int slots_of(const Problem& p) { return slots_for(operands_of(p)); }
 __host__ __device__ inline int scratch_of(const Problem& p) { return slots_of(p) - 1; }
 
 // What the slots of a tile hold, as it is stored: act over the gates, or the gradients of both halves over these, and
@@ -200,7 +200,7 @@ int64_t activated_width(const ActivatedStore& call, bool gated) { return call.hi
 template <int kForms>
 void run(const ActivatedStore& call, const Problem& p, const LaunchOptions& how) {
   static_assert(sizeof(ColumnScratch) <= sizeof(Slots), "the scratch has the memory of one array of slots");
-  static_assert(3 * sizeof(Slots) == units_of_blocks(3) * kActivatedUnit);
+  static_assert(sizeof(Slots) * slots_for(3) == kActivatedUnit * units_with_block_scales(3));
   run_activated<store_activated_blocks<kForms>>(call, p, kBlocksOfSm, 3 * sizeof(Slots) + sizeof(Shared),
                                                 static_cast<int>(slots_of(p) * sizeof(Slots) + sizeof(Shared)), how);
 }
@@ -215,12 +215,14 @@ size_t partials_at(const ActivatedStore& call) {
   return StoreScan::bytes(groups_of(call.store)) + sizeof(int32_t) * 64;
 }
 
-// Shared memory of a block: one of scales of groups is smaller, but wants room for the codes of all results.
+// Shared memory of a block at launch, with the largest table that the groups may want.
 int block_bytes(const ActivatedStore& call, bool gated) {
-  const int operands = (gated ? 2 : 1) + (call.grad.present() ? 1 : 0);
-  const int results = (call.grad.present() && gated ? 2 : 1) + (call.store_activated.cross_values.present() ? 1 : 0);
-  const int turned = call.store.cross_values.present() ? results : 0;
-  const int units = call.store.block == 0 ? units_of_groups(operands, turned) : units_of_blocks(operands);
+  const bool grad = call.grad.present();
+  const int operands = operands_of(grad, gated);
+  const int results = halves_of(grad, gated) + (call.store_activated.cross_values.present() ? 1 : 0);
+  const int units = call.store.block != 0
+                        ? units_with_block_scales(operands)
+                        : units_with_group_scales(operands, call.store.cross_values.present() ? results : 0);
   return units * kActivatedUnit + static_cast<int>(sizeof(Shared)) +
          GroupTable::most_bytes(static_cast<int>(groups_of(call.store)));
 }

@@ -11,6 +11,7 @@
 // depend on nothing but that row, its weights and K: every call is batch invariant.
 #include <algorithm>
 #include <string>
+#include <type_traits>
 
 #include "cc/api/calls.h"
 #include "cc/api/operands.h"
@@ -26,9 +27,10 @@ using namespace device;
 // --- 16-bit operands on tensor cores, and 8-bit ones widened to float16, which holds every code exactly
 // ---------------
 
-template <class T, bool kKnown>
-struct Half {
+template <class T>
+struct Op16 {
   using Shape = MmaShape<2, false>;
+  static constexpr bool kKnown = std::is_same_v<T, __nv_bfloat16>;
   // Products of bfloat16 know their types when they are compiled; those of float16 may have 8-bit operands.
   static __device__ DType lhs_type(const Problem& p) { return kKnown ? DType::bf16 : p.lhs_type; }
   static __device__ DType rhs_type(const Problem& p) { return kKnown ? DType::bf16 : p.rhs_type; }
@@ -36,7 +38,7 @@ struct Half {
   template <bool kFirst>
   static __device__ void multiply(const Fragments<Shape>& f, Sums<Shape>& sums) {
 #pragma unroll
-    for (int i = 0; i < kWarpRows / kSlab; ++i) {
+    for (int i = 0; i < kMmaRows / kMmaSlab; ++i) {
 #pragma unroll
       for (int j = 0; j < Shape::kWarpCols / 8; ++j) {
         multiply_add<T>(sums[i][j], f.a[i], f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]);
@@ -45,14 +47,14 @@ struct Half {
   }
 };
 
-struct Halves {
+struct Ops16 {
   using Shape = MmaShape<2, false>;
   template <class F>
   static __device__ void choose(const Problem& p, const F& multiply) {
     if (p.lhs_type == DType::bf16) {
-      multiply(Half<__nv_bfloat16, true>{});
+      multiply(Op16<__nv_bfloat16>{});
     } else {
-      multiply(Half<__half, false>{});
+      multiply(Op16<__half>{});
     }
   }
 };
@@ -186,14 +188,14 @@ std::string refuses(const GroupedMatmul& call, const Target&) {
     return "takes two operands of float32, bfloat16 or float16, or two of float8, got " + describe(call.lhs) + " and " +
            describe(call.rhs);
   }
-  if (std::string reason = device::refuses_ends(call); !reason.empty()) return reason;
-  return device::refuses_extents(call, Halves::Shape::kDepth);
+  if (std::string reason = refuses_ends(call); !reason.empty()) return reason;
+  return refuses_extents(call, Ops16::Shape::kDepth);
 }
 
 size_t workspace(const GroupedMatmul& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
 
 void launch(const GroupedMatmul& call, const Context& context) {
-  if (call.lhs.dtype != DType::f32) return launch_mma<Halves>(call, context);
+  if (call.lhs.dtype != DType::f32) return launch_mma<Ops16>(call, context);
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   const Problem p = problem_of(call, context, kTileRows, kFmaTile);
   const int64_t tiles = scan_tiles(call, p, kTileRows, stream);

@@ -33,7 +33,7 @@ struct CodeProduct {
   template <bool kFirst>
   static __device__ void multiply(const Fragments<Shape>& f, Sums<Shape>& sums) {
 #pragma unroll
-    for (int i = 0; i < kWarpRows / kSlab; ++i) {
+    for (int i = 0; i < kMmaRows / kMmaSlab; ++i) {
 #pragma unroll
       for (int j = 0; j < Shape::kWarpCols / 8; ++j) {
         multiply_add_codes<kLhs, kRhs, kFirst>(sums[i][j], f.a[i], f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]);

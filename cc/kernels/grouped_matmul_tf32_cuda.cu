@@ -1,18 +1,19 @@
 // float32 operands on the tensor cores of any GPU since sm_80, in the recipe's modes tf32 and tf32x3 (numerics 2.5), by
 // the pipeline of mma_tiles.cuh: m16n8k8, of operands that are rounded or split in registers.
 //
-//   mode     tile        ring             accumulators   registers   products of 8 k
-//   tf32     128 x 128   3 x (8 + 8) KiB  128            255         1
+//   mode     tile        ring             accumulators   registers   products per 8 k
+//   tf32     128 x 128   3 x (8 + 8) KiB  128            244         1
 //   tf32x3   128 x 64    4 x (8 + 4) KiB  64 + 64        255         3
 //
-// The small products of tf32x3 come first, low x high' and high x low', then high x high'; each 16 terms are summed
-// apart. Instructions [low, high] x [high', low'] would give the same bits to operands that change places, as on
-// Hopper, but want the high parts in two groups of registers: 150 copies for 96 products, a fifth of the time.
+// The small products of tf32x3 come first, and each 16 terms are summed apart. In rows they are low x high', then high
+// x low'. In contractions over rows, where the two layouts of a result exchange the operands, both are in one
+// instruction of 4 k, [low, high] x [high', low'], so that the layouts have the same bits; high x high' then takes
+// instructions of 4 k as well, for those of 8 would want the high parts in a second group of registers.
+#include <initializer_list>
 #include <string>
 
 #include "cc/api/archs.h"
 #include "cc/api/calls.h"
-#include "cc/api/operands.h"
 #include "cc/device/common/mma_tiles.cuh"
 #include "cc/device/common/tf32.cuh"
 #include "cc/kernels/kernels.h"
@@ -25,7 +26,7 @@ using namespace device;
 template <int kTerms, bool kContraction = false>
 struct Tf32 {
   using Shape = MmaShape<4, kTerms != 1>;
-  static constexpr int kSlabs = kWarpRows / kSlab, kBlocks = Shape::kWarpCols / 8;
+  static constexpr int kSlabs = kMmaRows / kMmaSlab, kBlocks = Shape::kWarpCols / 8;
   static __device__ DType lhs_type(const Problem&) { return DType::f32; }
   static __device__ DType rhs_type(const Problem&) { return DType::f32; }
 
@@ -110,6 +111,10 @@ struct Tf32 {
 // published rates all others do so once or twice as fast.
 bool gains_by_splitting(int chip) { return chip == 80 || chip == 90 || chip == 100 || chip == 103; }
 
+// Older chips are reported to add the first and the second 4 k of an instruction of 8 one after the other, so that
+// operands that change places would meet in another order.
+constexpr int kFirstUnsplit = 90;
+
 std::string refuses(const GroupedMatmul& call, const Target& target) {
   for (const TensorView* t : {&call.lhs, &call.rhs}) {
     if (t->dtype != DType::f32) return "takes two operands of float32, got " + describe(*t);
@@ -119,6 +124,10 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
   }
   if (call.fp32_mode == "tf32x3" && !gains_by_splitting(target.sm)) {
     return "leaves tf32x3 to float32 units, which are faster than three products in tf32 on " + arch_name(target.sm);
+  }
+  if (call.fp32_mode == "tf32x3" && call.contract_rows && target.sm < kFirstUnsplit) {
+    return "leaves weight gradients in tf32x3 to float32 units on " + arch_name(target.sm) +
+           ": the bits of both layouts may differ there";
   }
   if (std::string reason = refuses_ends(call); !reason.empty()) return reason;
   return refuses_extents(call, Tf32<1>::Shape::kDepth);

@@ -153,6 +153,7 @@ def test_gamma_by_kernel():
     assert bounds.gamma(c, "bfloat16", "grouped_matmul_any_cpu") == 65 * 2.0**-24
     assert bounds.gamma(c, "bfloat16", "grouped_matmul_bf16_sm90") == 68 * 2.0**-23
     assert bounds.gamma(c, "float32", "grouped_matmul_any_cuda", "tf32") == 65 * 2.0**-24
+    assert bounds.gamma(c, "float32", "grouped_matmul_tf32_cuda", "tf32") == 2.0**-9 + 72 * 2.0**-23
     assert bounds.gamma(c, "float32", "grouped_matmul_fp32_sm90", "tf32") == 2.0**-9 + 72 * 2.0**-23
     assert bounds.gamma(c, "float32", "grouped_matmul_fp32_sm90", "tf32x3") == 2.0**-20 + 3 * 72 * 2.0**-23
 

@@ -32,8 +32,8 @@ FAST: dict[tuple[str, str, str], str] = {
 }
 """Kernels of fast paths, by (arch, product, dtype): of cases whose rows are multiples of 16 bytes."""
 
-TF32, TF32X3_PAYS = "grouped_matmul_tf32_cuda", ("sm_80", "sm_90a")
-"""The kernel of float32 operands, whatever their width, on every GPU in the mode `tf32`, on these archs in `tf32x3`."""
+TF32 = "grouped_matmul_tf32_cuda"
+"""The kernel of float32 operands, whatever their width: on every GPU in the mode `tf32`, on some in `tf32x3`."""
 
 NARROW, MOST_NARROW = "grouped_matmul_narrow_cuda", 32
 """The kernel of 16-bit products with so few columns, and of gradients with so few rows or columns."""
@@ -73,13 +73,14 @@ def golden(arch: str, which: str, dtype: str, case: cases.Case) -> str:
 
 def golden_of_any_width(arch: str, which: str, dtype: str, case: cases.Case) -> str:
     """The same where the kernel of narrow ones does not take it."""
-    slow = golden_without_fast_paths(arch, dtype)
+    slow = golden_without_fast_paths(arch, which, dtype)
     return FAST.get((arch, which, dtype), slow) if aligned(dtype, case) else slow
 
 
-def golden_without_fast_paths(arch: str, dtype: str) -> str:
+def golden_without_fast_paths(arch: str, which: str, dtype: str) -> str:
     """The same where no kernel of fast paths takes it."""
-    return TF32 if dtype == "float32" and arch in TF32X3_PAYS else f"grouped_matmul_any_{DEFAULT[arch]}"
+    tf32 = dtype == "float32" and (arch == "sm_90a" or (arch == "sm_80" and which != "wgrad"))
+    return TF32 if tf32 else f"grouped_matmul_any_{DEFAULT[arch]}"
 
 
 def compiled(arch: str) -> None:
@@ -114,31 +115,44 @@ def test_products(arch, which, dtype):
 
 
 @pytest.mark.rule("ERR-3")
-@pytest.mark.parametrize("arch", [arch for arch in DEFAULT if arch != "cpu"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_103", "sm_120"])
 @pytest.mark.parametrize("mode", FP32_MODES)
-def test_modes_of_float32_at_odd_widths(arch, mode):
+@pytest.mark.parametrize("which", PRODUCTS)
+def test_modes_of_float32_at_odd_widths(arch, mode, which):
+    """Three products in tf32 pay on some chips; on sm_80 the layouts of a weight gradient might get other bits."""
     compiled(arch)
-    x, w, _, sizes = specs(cases.named("k_n_odd"), "float32")
-    call = calls.grouped_matmul(x, w, (1, 1), sizes, "float32", recipe=plain("float32").replace(fp32=mode))
-    plan, tf32 = plans.attempt(call, arch), mode == "tf32" or (mode == "tf32x3" and arch in TF32X3_PAYS)
+    x, w, dy, sizes = specs(cases.named("k_n_odd"), "float32")
+    lhs, rhs, axes = {"forward": (x, w, (1, 1)), "dgrad": (dy, w, (1, 2)), "wgrad": (x, dy, (0, 0))}[which]
+    call = calls.grouped_matmul(lhs, rhs, axes, sizes, "float32", recipe=plain("float32").replace(fp32=mode))
+    pays = arch in ("sm_90", "sm_90a", "sm_100", "sm_103") or (arch == "sm_80" and which != "wgrad")
+    plan, tf32 = plans.attempt(call, arch), mode == "tf32" or (mode == "tf32x3" and pays)
     assert plan.kernel == (TF32 if tf32 else "grouped_matmul_any_cuda"), plan.refusals
 
 
 @pytest.mark.rule("ERR-3")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
-def test_codes_on_older_chips(arch):
+def test_calls_of_float32_that_hopper_leaves():
+    """Results of 16 bits, and rows that are added to a buffer."""
+    compiled("sm_90a")
+    x, w, _, sizes = specs(cases.named("A"), "float32")
+    buffer = ArraySpec((x.shape[0], w.shape[2]), "float32")
+    for dtype, options in (("bfloat16", {}), ("float32", {"into": buffer, "accumulate": True})):
+        call = calls.grouped_matmul(x, w, (1, 1), sizes, dtype, recipe=plain("float32"), **options)
+        assert plans.attempt(call, "sm_90a").kernel == TF32
+
+
+@pytest.mark.rule("ERR-3")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
+@pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")])
+def test_codes_without_hopper(arch, dtypes):
     """Those of 8 bits meet as they are from sm_89 on, if they lie along the contraction in multiples of 16 bytes."""
     compiled(arch)
-    for k, axis, wanted in ((48, 2, "fp8_cuda"), (40, 2, "widened_cuda"), (48, 1, "widened_cuda")):
+    built = any(89 <= int(name.rstrip("a")) <= int(arch[3:]) for name in _native.cuda_archs)
+    for k, axis in ((48, 2), (40, 2), (48, 1)):
         shape = (3, 24, k) if axis == 2 else (3, k, 24)
-        x, w = ArraySpec((64, k), "float8_e4m3fn"), ArraySpec(shape, "float8_e4m3fn")
-        call = calls.grouped_matmul(
-            x, w, (1, axis), ArraySpec((3,), "int32"), "bfloat16", recipe=plain("float8_e4m3fn")
-        )
+        x, w, sizes = ArraySpec((64, k), dtypes[0]), ArraySpec(shape, dtypes[1]), ArraySpec((3,), "int32")
+        call = calls.grouped_matmul(x, w, (1, axis), sizes, "bfloat16", recipe=plain(dtypes[0]))
         plan = plans.attempt(call, arch)
-        reason = dict(plan.refusals).get("grouped_matmul_fp8_cuda", "")
-        if arch == "sm_80" or "was not compiled for sm_89" in reason:
-            wanted = "widened_cuda"
+        wanted = "fp8_cuda" if built and (k, axis) == (48, 2) else "widened_cuda"
         assert plan.kernel == f"grouped_matmul_{wanted}", plan.refusals
 
 
@@ -147,7 +161,8 @@ def test_codes_on_older_chips(arch):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_halves_of_a_weight(arch, dtype):
     compiled(arch)
-    multiple = IN_PLACE[arch] // (2 if dtype == "float32" and arch in TF32X3_PAYS else 1)
+    on_tensor_cores = dtype == "float32" and arch in ("sm_80", "sm_90a")
+    multiple = IN_PLACE[arch] // (2 if on_tensor_cores else 1)
     for half in (1, 2, 48, 61, 96, 128, 136, 192, 256):
         part, whole = (cases.Case("halves", (150, 301), 540, 136, n, frozenset()) for n in (half, 2 * half))
         (x, w, _, sizes), dy, recipe = specs(part, dtype), specs(whole, dtype)[2], plain(dtype)
@@ -376,27 +391,34 @@ def test_workspaces_of_stored_results(format, scales):
 
 
 @pytest.mark.rule("ERR-3")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_120"])
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_1x128"])
-def test_one_pass_from_activation_to_codes(arch, format):
-    """A block of sm_89 has 99 KiB of shared memory, which gradients in gated halves fill up to so many groups."""
+@pytest.mark.parametrize("kind", ["swiglu", "gelu_tanh"])
+def test_one_pass_from_activation_to_codes(arch, format, kind):
+    """Other chips have 99 KiB of shared memory per block, which gradients in gated halves fill up to so many groups."""
     compiled(arch)
-    options: dict[str, Any] = {"activation": Activation("swiglu"), "recipe": plain("bfloat16")}
-    codes, turned = (calls.QuantizedResult(FORMATS[format], forms) for forms in ((True, True), (False, True)))
-    for groups in (8, 128, 512):
+    options: dict[str, Any] = {"activation": Activation(kind), "recipe": plain("bfloat16")}
+    both, columns = (calls.QuantizedResult(FORMATS[format], forms) for forms in ((True, True), (False, True)))
+    gated = kind == "swiglu"
+    for groups in (8, 190, 191, 1024):
         case = cases.Case("stored", (64,) * groups, 64 * groups, 256, 512, frozenset())
         x, _, _, sizes = specs(case, "bfloat16")
-        wi, wo = (ArraySpec((groups, case.k, width), "bfloat16") for width in (2 * case.n, case.n))
-        hidden = ArraySpec((case.rows, 2 * case.n), "bfloat16")
-        wanted: dict[str, Any] = {"wanted": (False, False, True), "quantized_activated": turned}
-        forward = calls.grouped_matmul_act(x, wi, 1, sizes, "bfloat16", hidden=True, quantized=codes, **options)
-        backward = calls.grouped_matmul_dact(x, wo, 1, sizes, hidden, "bfloat16", quantized=codes, **options, **wanted)
-        for call in (forward, backward):
-            plan, name = plans.attempt(call, arch), f"{call.name}_stored_fp8_cuda"
-            fits = arch == "sm_80" or call is forward or groups <= 128
-            assert (plan.kernel == name) == fits, plan.refusals
-            if not fits:
-                assert "bytes of shared memory a block, which has 101376 on sm_89" in dict(plan.refusals)[name]
+        hidden = ArraySpec((case.rows, (2 if gated else 1) * case.n), "bfloat16")
+        wi, wo = (ArraySpec((groups, case.k, width), "bfloat16") for width in (hidden.shape[1], case.n))
+        forward = calls.grouped_matmul_act(x, wi, 1, sizes, "bfloat16", hidden=True, quantized=both, **options)
+        for activated in (None, columns):
+            wanted: dict[str, Any] = {"wanted": (False, False, True), "quantized_activated": activated}
+            backward = calls.grouped_matmul_dact(
+                x, wo, 1, sizes, hidden, "bfloat16", quantized=both, **options, **wanted
+            )
+            large = gated and (format == "fp8_1x128" or activated is not None)
+            for call in (forward, backward):
+                plan, name = plans.attempt(call, arch), f"{call.name}_stored_fp8_cuda"
+                fits = arch == "sm_80" or call is forward or groups <= 190 or not large
+                assert (plan.kernel == name) == fits, plan.refusals
+                if not fits:
+                    reason = f"bytes of shared memory a block, which has 101376 on {arch}"
+                    assert reason in dict(plan.refusals)[name]
 
 
 @pytest.mark.rule("ERR-3")
@@ -409,7 +431,7 @@ def test_accumulating_weight_gradients(arch, dtype, into):
         plan = plans.attempt(product(case, dtype, "wgrad", into), arch)
         wanted = golden(arch, "wgrad", dtype, case)
         if into not in (dtype, "float32") and wanted != NARROW:  # Hopper's take no accumulator of the other 16-bit type
-            wanted = golden_without_fast_paths(arch, dtype)
+            wanted = golden_without_fast_paths(arch, "wgrad", dtype)
         assert plan.kernel == wanted, f"{case}: {plan.refusals}"
 
 

@@ -46,7 +46,7 @@ def kernels_of(given: dict[str, Any], **options: Any) -> dict[str, str]:
     options["rhs_transposed"] = options.pop("transposed")
     held["x"].requires_grad_()
     text = torch_bridge.explain(torch_bridge.grouped_mlp, **held, group_sizes=to_torch(given["group_sizes"]), **options)
-    names: dict[str, str] = dict.fromkeys(("grouped_matmul", "group_sum", "row_dot"), "on_a_gpu_cuda")
+    names = {"grouped_matmul": "on_a_gpu_sm90", "group_sum": "on_a_gpu_cuda", "row_dot": "on_a_gpu_cuda"}
     for call in ("grouped_matmul_act", "grouped_matmul_dact"):
         composed = f"{call}_composed_cuda"
         names[call] = composed if f": {composed}" in text else f"{call}_bf16_sm90"

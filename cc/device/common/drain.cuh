@@ -8,9 +8,9 @@ namespace grouped {
 namespace device {
 
 // Where a staged sum lies, in floats. Chunks of 4 are swizzled: by row, so that the rows of mma's layout fall on
-// different banks, and by every other 8, so that 8 lanes that read a vector each do.
+// different banks, and by every other 8 or row, so that 8 lanes that read a vector each do.
 __device__ inline int staged_at(int row, int col, int stride) {
-  return row * stride + (col ^ row % 4 * 8 ^ col / 32 % 2 * 4);
+  return row * stride + (col ^ row % 4 * 8 ^ (col / 32 + row) % 2 * 4);
 }
 
 __device__ inline void read_staged(const float* staged, int row, int col, int stride, float (&to)[kVector]) {

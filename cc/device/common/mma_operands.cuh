@@ -12,13 +12,12 @@ namespace grouped {
 namespace device {
 
 constexpr int kMmaThreads = 128;
-constexpr int kMmaBlocks = 2;  // an SM
 constexpr int kMmaRing = 48 * 1024;
-constexpr int kWarpRows = 64;  // of sums that a warp owns
-constexpr int kWarpsARow = 2;
-constexpr int kSlab = 16;        // rows of one mma, and those that a warp stages at once
+constexpr int kMmaRows = 64;  // of sums that a warp owns
+constexpr int kMmaWarpsARow = 2;
+constexpr int kMmaSlab = 16;     // rows of one mma, and those that a warp stages at once
 constexpr int kStageDepth = 64;  // bytes
-static_assert(kTileRows / kWarpRows * kWarpsARow * 32 == kMmaThreads);
+static_assert(kTileRows / kMmaRows * kMmaWarpsARow * 32 == kMmaThreads);
 
 // What the operands of a kernel are in shared memory. kApart: the sum of a stage is finished before it is added.
 template <int kBytes_, bool kApart_>
@@ -26,14 +25,14 @@ struct MmaShape {
   static constexpr int kBytes = kBytes_;  // of an element
   static constexpr bool kApart = kApart_;
   static constexpr int kWarpCols = kApart ? 32 : 64;
-  static constexpr int kCols = kWarpsARow * kWarpCols;
+  static constexpr int kCols = kMmaWarpsARow * kWarpCols;
   static constexpr int kChunk = 16 / kBytes;           // elements of 16 bytes
   static constexpr int kDepth = kStageDepth / kBytes;  // of one stage
   static constexpr int kLhsBytes = kTileRows * kStageDepth, kStageBytes = kLhsBytes + kCols * kStageDepth;
   static constexpr int kStages = kMmaRing / kStageBytes;
   static constexpr int kStagesAhead = kStages - 1;  // that copies run ahead of products
   static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kStagedFloats = kSlab * kWarpCols;
+  static constexpr int kStagedFloats = kMmaSlab * kWarpCols;
   static_assert(kMmaThreads / 32 * kStagedFloats * 4 <= kStageBytes, "staged sums fit into the stage not copied early");
 };
 
@@ -56,12 +55,12 @@ __device__ inline uint32_t widened(const char* at, DType type) {
 // Element i of those at `at`, as it lies in kBytes bytes of shared memory.
 template <int kBytes>
 __device__ uint32_t staged_element(const char* at, DType type, int i) {
-  if constexpr (kBytes == 4) return reinterpret_cast<const uint32_t*>(at)[i];
   if constexpr (kBytes == 1) return reinterpret_cast<const uint8_t*>(at)[i];
   return bytes_of(type) == 2 ? reinterpret_cast<const uint16_t*>(at)[i] : widened(at + i, type);
 }
 
-// The first `count` elements of a chunk, zeros behind them, where 16-byte copies cannot reach: odd strides and bases.
+// The first `count` elements of 2 or 1 bytes of a chunk, zeros behind them, where 16-byte copies cannot reach: odd
+// strides and bases.
 template <int kBytes>
 __device__ uint4 gather_chunk(const char* at, DType type, int count) {
   constexpr int kPerWord = 4 / kBytes;
@@ -115,7 +114,13 @@ class Copier {
       for (int i = 0; i < kChunks; ++i, from += step) {
         const bool exists = (kKMajor ? outer_left_ : inner_left) > i * kRowStep;
         const int count = exists ? (kKMajor ? inner_left : outer_left_) : 0;
-        store16(to + i * (kMmaThreads * 16), gather_chunk<Shape::kBytes>(from, type, count));
+        const uint32_t chunk = to + i * (kMmaThreads * 16);
+        if constexpr (Shape::kBytes == 4) {
+#pragma unroll
+          for (int e = 0; e < kChunk; ++e) copy_async<4>(chunk + 4 * e, from + 4 * e, e < count ? 4 : 0);
+        } else {
+          store16(chunk, gather_chunk<Shape::kBytes>(from, type, count));
+        }
       }
     }
     at_ = kKMajor ? at_ + Shape::kDepth * bytes_of(type) : from;
@@ -141,12 +146,12 @@ class Copier {
 // Fragments of half a stage for a warp's sums: in mma's order for a, two blocks of 8 columns each for b.
 template <class Shape>
 struct Fragments {
-  uint32_t a[kWarpRows / kSlab][4];
-  uint32_t b[Shape::kWarpCols / kSlab][4];
+  uint32_t a[kMmaRows / kMmaSlab][4];
+  uint32_t b[Shape::kWarpCols / kMmaSlab][4];
 };
 
 // Where a lane reads the fragments of one operand: 16 of its rows or columns and half a stage at a time, as the words
-// (low, k), (low + 8, k), (low, k + half), (low + 8, k + half) of mma's `a`, or with the middle two changed, for `b`.
+// (low, k), (low + 8, k), (low, k + half), (low + 8, k + half) of mma's `a`, or with the middle two exchanged, for `b`.
 template <class Shape, bool kKMajor, int kExtent, bool kLhs>
 class OperandReader {
  public:
@@ -171,12 +176,12 @@ class OperandReader {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int outer = kLhs ? i % 2 : i / 2, inner = kLhs ? i / 2 : i % 2;
-        to[i] = load_word((at ^ (slab * kSlab + outer * 8) * 4) + (half * 8 + inner * 4) * kLine);
+        to[i] = load_word((at ^ (slab * kMmaSlab + outer * 8) * 4) + (half * 8 + inner * 4) * kLine);
       }
     } else if constexpr (kKMajor) {
-      load_matrices<false>((at ^ (half * (kStageDepth / 2))) + slab * kSlab * kStageDepth, to);
+      load_matrices<false>((at ^ (half * (kStageDepth / 2))) + slab * kMmaSlab * kStageDepth, to);
     } else {
-      load_matrices<true>((at ^ (slab * kSlab * Shape::kBytes)) + half * (Shape::kDepth / 2) * kLine, to);
+      load_matrices<true>((at ^ (slab * kMmaSlab * Shape::kBytes)) + half * (Shape::kDepth / 2) * kLine, to);
     }
   }
 
@@ -191,13 +196,13 @@ template <class Shape, bool kLhsKMajor, bool kRhsKMajor>
 class FragmentLoader {
  public:
   __device__ FragmentLoader()
-      : lhs_(threadIdx.x / 32 / kWarpsARow * kWarpRows), rhs_(threadIdx.x / 32 % kWarpsARow * Shape::kWarpCols) {}
+      : lhs_(threadIdx.x / 32 / kMmaWarpsARow * kMmaRows), rhs_(threadIdx.x / 32 % kMmaWarpsARow * Shape::kWarpCols) {}
 
   __device__ void load(uint32_t stage, int half, Fragments<Shape>* f) const {
 #pragma unroll
-    for (int i = 0; i < kWarpRows / kSlab; ++i) lhs_.load(stage, i, half, f->a[i]);
+    for (int i = 0; i < kMmaRows / kMmaSlab; ++i) lhs_.load(stage, i, half, f->a[i]);
 #pragma unroll
-    for (int j = 0; j < Shape::kWarpCols / kSlab; ++j) rhs_.load(stage + Shape::kLhsBytes, j, half, f->b[j]);
+    for (int j = 0; j < Shape::kWarpCols / kMmaSlab; ++j) rhs_.load(stage + Shape::kLhsBytes, j, half, f->b[j]);
   }
 
  private:

@@ -58,7 +58,7 @@ __device__ inline void multiply_add<__half>(float (&sums)[4], const uint32_t (&a
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same of float32 numbers as tf32, [16x8] x [8x8]. kFirst: the sums begin with these products.
+// m16n8k8 of float32 numbers as tf32: [16x8] x [8x8]. kFirst: the sums begin with these products.
 template <bool kFirst>
 __device__ void multiply_add_tf32(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (kFirst) sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
@@ -69,14 +69,14 @@ __device__ void multiply_add_tf32(float (&sums)[4], const uint32_t (&a)[4], uint
         "f"(sums[3]));
 }
 
-// The same of half as many, [16x4] x [4x8].
+// m16n8k4: [16x4] x [4x8].
 __device__ inline void multiply_add_tf32(float (&sums)[4], uint32_t a0, uint32_t a1, uint32_t b) {
   asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};\n"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
       : "r"(a0), "r"(a1), "r"(b));
 }
 
-// The same of codes of 8 bits, [16x32] x [32x8]; since sm_89.
+// m16n8k32 of codes of 8 bits: [16x32] x [32x8]; since sm_89.
 enum class Code { e4m3, e5m2 };
 template <Code kLhs, Code kRhs, bool kFirst>
 __device__ void multiply_add_codes(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -1,9 +1,11 @@
 // Products of ragged rows and contractions over them by `mma.sync`, for operands of 1, 2 or 4 bytes in shared memory.
 //
 //   128 threads, 2 blocks an SM, which draw tiles from a counter:
-//     copy k+2 --cp.async--> ring of (lhs 8 KiB, rhs 8 or 4 KiB) --ldmatrix--> 64 rows a warp, mma.sync --> epilogue
+//     copy k+2 --cp.async--> ring[3] of (lhs 8 KiB, rhs 8 KiB) --ldmatrix--> 64x64 a warp, mma.sync --> epilogue
+//     or k+3             --> ring[4] of (lhs 8 KiB, rhs 4 KiB)           --> 64x32 a warp where stages are summed apart
 //     the next tile's early stages are copied while the last is stored through the stage behind them
-//     48 KiB of shared memory; at most 255 registers: 128 sums, 2 x 32 or 2 x 24 fragments, the rest addresses
+//     48 KiB of shared memory; at most 255 registers: 128 sums, or 64 and 64 of a stage, 2 x 32 or 2 x 24 fragments,
+//     the rest addresses
 //
 // 48 KiB and no more: two blocks then fit the 100 KiB of sm_86 and sm_89.
 //
@@ -23,8 +25,10 @@
 namespace grouped {
 namespace device {
 
+constexpr int kMmaBlocks = 2;  // an SM
+
 template <class Shape>
-using Sums = float[kWarpRows / kSlab][Shape::kWarpCols / 8][4];
+using Sums = float[kMmaRows / kMmaSlab][Shape::kWarpCols / 8][4];
 
 template <class Shape>
 __device__ void clear(Sums<Shape>& sums) {
@@ -46,7 +50,7 @@ class Copies {
         rhs_(rhs_at(p, at), p.rhs_type, p.rhs_stride * bytes_of(p.rhs_type), at.cols, p.rhs_jump),
         depth_left_(at.depth) {}
 
-  // Stages behind the end are filled with zeros, which nobody multiplies.
+  // Stages behind the end are filled with zeros, which are not multiplied.
   template <bool kVectors>
   __device__ void copy_stage(uint32_t stage, const Problem& p, DType lhs_type, DType rhs_type) {
     rhs_.move(depth_left_ == p.jump_depth ? p.rhs_jump : 0);
@@ -95,7 +99,7 @@ class StageSums<Op, true> {
   __device__ void second(const Fragments<Shape>& f) {
     Op::template multiply<false>(f, stage_);
 #pragma unroll
-    for (int i = 0; i < kWarpRows / kSlab; ++i) {
+    for (int i = 0; i < kMmaRows / kMmaSlab; ++i) {
 #pragma unroll
       for (int j = 0; j < Shape::kWarpCols / 8; ++j) {
 #pragma unroll
@@ -151,10 +155,10 @@ __device__ void drain_sums(const Finish& f, const Sums<Shape>& sums, float* stag
   int lane;  // read anew for every tile: what follows from it must not occupy registers in the loop
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
 #pragma unroll 1
-  for (int slab = 0; slab < kWarpRows / kSlab; ++slab) {
+  for (int slab = 0; slab < kMmaRows / kMmaSlab; ++slab) {
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kWarpRows / kSlab; ++i) {
+    for (int i = 0; i < kMmaRows / kMmaSlab; ++i) {
       if (i != slab) continue;  // sums are registers: no index at run time
 #pragma unroll
       for (int j = 0; j < kCols / 8; ++j) {
@@ -165,7 +169,7 @@ __device__ void drain_sums(const Finish& f, const Sums<Shape>& sums, float* stag
       }
     }
     __syncwarp();
-    drain<kSlab, kCols, kCols, 32, 2>(f, staged, warp_row + slab * kSlab, warp_col, lane);
+    drain<kMmaSlab, kCols, kCols, 32, 2>(f, staged, warp_row + slab * kMmaSlab, warp_col, lane);
   }
 }
 
@@ -200,8 +204,8 @@ __global__ void __launch_bounds__(kMmaThreads, kMmaBlocks) multiply_mma(const __
     int64_t drawn = 0;
     if (threadIdx.x == 0) drawn = atomicAdd(reinterpret_cast<unsigned long long*>(p.scan.drawn), 1ull);
     if (has_sums) {
-      drain_sums<Shape>(finish_at(p, summed), sums, staged, warp / kWarpsARow * kWarpRows,
-                        warp % kWarpsARow * Shape::kWarpCols);
+      drain_sums<Shape>(finish_at(p, summed), sums, staged, warp / kMmaWarpsARow * kMmaRows,
+                        warp % kMmaWarpsARow * Shape::kWarpCols);
     }
     if (found == Found::end) return;
     if (found == Found::tile && at.depth == 0) write_zeros<Shape::kCols>(finish_at(p, at), kMmaThreads);

@@ -33,10 +33,14 @@ struct ActivatedShared {
   Turns::Shared turns;
 };
 
-__host__ __device__ inline int halves_of(const ActivatedProblem& p) { return p.grad && p.hidden.gated ? 2 : 1; }
+__host__ __device__ constexpr int halves_of(bool grad, bool gated) { return grad && gated ? 2 : 1; }
 // Gates, linear halves, dz.
+__host__ __device__ constexpr int operands_of(bool grad, bool gated) { return (gated ? 2 : 1) + (grad ? 1 : 0); }
+__host__ __device__ inline int halves_of(const ActivatedProblem& p) {
+  return halves_of(p.grad != nullptr, p.hidden.gated);
+}
 __host__ __device__ inline int operands_of(const ActivatedProblem& p) {
-  return (p.hidden.gated ? 2 : 1) + (p.grad ? 1 : 0);
+  return operands_of(p.grad != nullptr, p.hidden.gated);
 }
 __host__ __device__ inline bool has_activated(const ActivatedProblem& p) {
   return p.store_activated.forms[1].values != nullptr;
@@ -137,11 +141,12 @@ __device__ inline void activate_nothing(const ActivatedProblem& p, const StoreTi
 
 inline int64_t column_tiles_of(int64_t width) { return divide_up(width, kStoreColumns); }
 
-// What a block of either kernel has beside ActivatedShared and the table, in tiles of codes: rows of `operands`
-// operands, and codes of `turned` results.
+// What a block has beside ActivatedShared and the table, in tiles of codes: rows of its operands, and where a scale
+// belongs to a group the codes of so many results.
 constexpr int kActivatedUnit = kStoreRows * kStoreColumns;
-__host__ __device__ constexpr int units_of_blocks(int operands) { return 2 * (operands > 2 ? 3 : 2); }
-__host__ __device__ constexpr int units_of_groups(int operands, int turned) { return operands + turned; }
+__host__ __device__ constexpr int slots_for(int operands) { return operands > 2 ? 3 : 2; }
+constexpr int units_with_block_scales(int operands) { return 2 * slots_for(operands); }
+constexpr int units_with_group_scales(int operands, int turned) { return operands + turned; }
 
 // Launches kKernel, whose blocks have `bytes` of shared memory and a table of the groups behind.
 template <auto kKernel>

@@ -344,8 +344,8 @@ inline int64_t most_row_tiles_of(const Quantize& call, int64_t height) {
   return std::max<int64_t>(most_row_tiles(tall, groups, height) + divide_up(std::max(tall, padded), height), 1);
 }
 
-constexpr int kSmallBlock = 99 * 1024;
-// Whether a block has no more shared memory than that.
+constexpr int kSmallBlock = 99 * 1024;  // bytes
+// Whether a block has no more than kSmallBlock of shared memory.
 inline bool has_small_blocks(const Target& target) { return target.sm == 86 || target.sm == 89 || target.sm >= 120; }
 
 // What a kernel that needs kBytes beside its table of groups may ask for on this device.
