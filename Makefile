@@ -77,7 +77,7 @@ build/.native: build/.configured $(NATIVE_SOURCES)
 native: build/.native
 
 # The demo builds for what it runs on: CUDA sources take minutes, and nothing runs them where JAX finds no GPU. What the
-# user says of GROUPED_CUDA counts more; other targets then build anew as they are told.
+# user says of GROUPED_CUDA counts more; other targets then build again as they are told.
 ifeq ($(filter demo,$(MAKECMDGOALS))$(origin GROUPED_CUDA),demofile)
 GPU := $(or $(wildcard /dev/nvidia[0-9]*),$(shell nvidia-smi -L 2>/dev/null))
 PLUGIN := $(shell $(PYTHON) -c 'import importlib.util; print(importlib.util.find_spec("jax_plugins") or "")' 2>/dev/null)

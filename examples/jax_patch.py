@@ -1,4 +1,4 @@
-"""Code of a user's own on `jax.lax.ragged_dot`, trained as it stands and inside `jax_grouped.patch()`.
+"""Code of a user's own on `jax.lax.ragged_dot`, trained without changes and inside `jax_grouped.patch()`.
 
     python examples/jax_patch.py                        # on the CPU, about half a minute
     python examples/jax_patch.py --recipe FP8Block

@@ -141,7 +141,7 @@ class Exchange:
 
     def describe(self, operands: tuple[object, ...]) -> bytes | None:
         """
-        Device, dtypes and shapes of tensors, None and lists of alike tensors (None: skipped), and of each tensor
+        Device, dtypes and shapes of tensors, None and lists of equal specs (None: skipped), and of each tensor
         and list whether its addresses are multiples of 16 bytes: equal bytes mean equal plans and workspaces.
         None where an operand is something else, is not contiguous, or is on another device than the first.
         """

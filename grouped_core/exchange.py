@@ -228,7 +228,7 @@ def check_combine(function: str, y: ArraySpec, rows: int) -> None:
 
 
 class Sent(NamedTuple):
-    """What a rank sends, and where each slot stands in it.
+    """What a rank sends, and where each slot is in it.
 
     Attributes:
         sizes: int32 [E], rows per expert that are sent: of each rank in turn, those of its experts. With `once` int32

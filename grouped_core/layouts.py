@@ -37,7 +37,7 @@ class Layout:
 
     Attributes:
         name: its public name.
-        turned: whether weights are [in, out] (gkn), not [out, in] (gnk); quantised ones are stored alike in both.
+        turned: whether weights are [in, out] (gkn), not [out, in] (gnk); quantised weights have one layout.
         mlp: ways to write the tensors of an MLP of experts, by role; the first is what is written by default.
         experts: where the MLP of a mixture-of-experts layer is in it; "" if its tensors are the layer's own.
         layer: ways to write the layer's other tensors, by role.

@@ -126,7 +126,7 @@ class Mlp:
         implementation: pinned kernels, separated by commas; "" lets dispatch choose. A name affects only its own call.
         clear_residuals: tail rows of saved arrays are zero instead of undefined.
         paired: the first weight is two arrays, gate and linear half.
-        keeps_rows: forward keeps rows x in the form that backward reads; otherwise the caller hands x to backward anew.
+        keeps_rows: forward keeps rows x as backward reads them; otherwise the caller passes x to backward again.
         max_rows: of tokens, the number of their rows at most; None: one for each slot.
     """
 

@@ -48,7 +48,7 @@ def row_count(max_rows: int | None, slots: int) -> int:
 
 
 def keeps_tokens(op: Mlp) -> Mlp:
-    """`op` with rows that backward gathers anew."""
+    """`op` with rows that backward gathers again."""
     return dataclasses.replace(op, keeps_rows=False)
 
 

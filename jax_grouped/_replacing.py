@@ -130,7 +130,7 @@ def hold(place: Place) -> None:
 
 
 def release(place: Place) -> None:
-    """Undoes one `hold`; the last one restores the attribute, unless somebody else has replaced it since."""
+    """Undoes one `hold`; the last one restores the attribute, unless other code has replaced it since."""
     key = (id(place.owner), place.name)
     with _lock:
         held = _held[key]

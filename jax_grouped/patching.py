@@ -1,4 +1,4 @@
-"""`patch`: `ragged_dot` in place of `jax.lax.ragged_dot` in code that somebody else wrote."""
+"""`patch`: `ragged_dot` in place of `jax.lax.ragged_dot` in code that is not the user's own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def patch(*, recipe: Recipe | None = None, modules: Sequence[ModuleType] = ()) -
 
     What counts is where a function is traced: traces made in this thread inside the context use our kernels, forward
     and gradients, all others do not. JAX keeps the programs of both apart, so a jitted function that was called outside
-    is traced anew inside, and the other way round. Contexts nest, the innermost recipe counts, and an exception ends
+    is traced again inside, and the other way round. Contexts nest, the innermost recipe counts, and an exception ends
     one as usual. Other threads are not affected. Do not suspend a coroutine or generator inside.
 
     Operands, dtypes of results and of gradients, and `precision` are those of `jax.lax.ragged_dot`: the narrower one of

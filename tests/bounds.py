@@ -763,4 +763,4 @@ AGAINST_HOST = 2 * LAYER
 """Two computations of the same experts in float32, each within `LAYER` of the exact one; norm over norm."""
 NO_FARTHER = 1.01
 """Norm of our error in bfloat16 over that of the host's own, both against float64. We round in fewer places; where the
-rounding of hidden rows is nearly all of the error, which both do alike, the rest makes either one a little larger."""
+rounding of hidden rows is nearly all of the error, which both have, the rest makes either one a little larger."""

@@ -62,7 +62,7 @@ def quick_compilation() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Else each subprocess would compile the modules of the packages anew, which takes two seconds.
+    # Else each subprocess would compile the modules of the packages again, which takes two seconds.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     if not config.getoption("--full"):

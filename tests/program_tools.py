@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 def run_program(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What `python *words` does in the folder of the project: a file, or `-m` and a module. A failure is an error.
 
-    Modules of `benchmarks` are imported anew, along the path that it would have: its own folder, then installed
+    Modules of `benchmarks` are imported again, along the path that it would have: its own folder, then installed
     packages, to which those of the project belong.
     """
     module = words[0] == "-m"

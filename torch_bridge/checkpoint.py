@@ -273,7 +273,7 @@ def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _mlps(modules: Mapping[str, Module]) -> dict[str, GroupedMLP]:
-    """By place; a layer that stands in several places is in each of them, as its tensors are in a state dict."""
+    """By place; a layer that is in several places is in each of them, as its tensors are in a state dict."""
     return {
         join(path, name): each
         for path, module in modules.items()

@@ -119,8 +119,8 @@ def _check_apart(
 ) -> None:
     """Refuses destinations that overlap each other, their weights, or the rows that one launch reads meanwhile."""
     own = weights if len(live) == len(weights) else [weights[at] for at in live]
-    alike = _PLAIN.issuperset(map(type, own)) and type(found[0]) is Tensor and len({to.dtype for to in found}) == 1
-    if alike and not found[0].is_meta and are_apart(found, own, operands):
+    uniform = _PLAIN.issuperset(map(type, own)) and type(found[0]) is Tensor and len({to.dtype for to in found}) == 1
+    if uniform and not found[0].is_meta and are_apart(found, own, operands):
         return
     given = sorted(zip(found, live, strict=True), key=lambda each: address(each[0]))
     written = [(f"main_grad of {names[at]}", to) for to, at in given]

@@ -80,7 +80,7 @@ struct LowRank {
 //   rotated block.
 // Neither a weight in two arrays nor halves of columns stand beside quantised operands, or beside a low-rank product.
 // Shapes of block scales, C contracted, b the block: float32 [C/b, M] for lhs, [G, N/outer, C/b] for rhs; with segments
-//   [P/b, A] and [P/b, B]; of other types [M, C/b] for lhs, the rest alike. Divisions round up.
+//   [P/b, A] and [P/b, B]; of other types [M, C/b] for lhs, the same for the rest. Divisions round up.
 // Sums are fp32; the order of the epilogue is scale, bias, row scale, accumulate, one rounding (numerics 1).
 struct GroupedMatmul {
   static constexpr const char* kName = "grouped_matmul";
@@ -149,7 +149,7 @@ struct GroupedMatmul {
 // What the second factor B of a low-rank adapter makes of dy [M, N] in backward (numerics 10), in one pass over dy:
 //   rows_grad[r] = rows[r] @ factor[g(r)]^T, [M, R];  factor_grad[g] = sum over the rows r of g of outer(low_rows[r],
 //   rows[r]).
-// `factor` is [G, R, N] (factor_axis = 2) or [G, N, R] (1), and its gradient lies alike. Bits are those of two
+// `factor` is [G, R, N] (factor_axis = 2) or [G, N, R] (1), and its gradient has the same layout. Bits are those of two
 // products.
 struct LowRankGrads {
   static constexpr const char* kName = "low_rank_grads";
@@ -322,7 +322,7 @@ struct StoredBuffers {
 //   values, the last axis contracted:   [M, X] or [G, A, B]
 //   cross_values, the axis before it:   rows padded to segments, [P, X] or turned [X, P] (see GroupedMatmul); [G, B, A]
 // of E4M3, E5M2, or uint8 with two E2M1 codes a byte along the last axis, whose length is then halved, rounding up.
-// Block scales have the shapes that GroupedMatmul reads; group scales are float32 [G]. Blocks along rows start anew
+// Block scales have the shapes that GroupedMatmul reads; group scales are float32 [G]. Blocks along rows start again
 // with each group. Rows past the groups and padding hold what quantising zeros gives.
 struct Storing : StoredForms {
   TensorView encode;          // multipliers, given (delayed scaling) instead of found; 0: none yet
@@ -538,7 +538,7 @@ struct ActivationForward {
   }
 };
 
-// The element type of what stands between the product and the activation.
+// The element type of what is between the product and the activation.
 inline DType compute_type(const GroupedMatmulAct& call) {
 #define X(name, tag, bytes) \
   if (call.compute == name) return DType::tag;
@@ -639,7 +639,7 @@ struct Dequantize {
 // here, 0 for none, which of the member's A * B elements is the first, and how many there are; a first one of -1 leaves
 // the member's codes and scales as they are. `source` says shape and dtype and has no data.
 //
-// amax[g], [G, S] int32, has the bits of the largest magnitudes among the elements that lie here, 0 where none do: of
+// amax[g], [G, S] int32, has the bits of the largest magnitudes among the elements of this shard, 0 where none do: of
 // the member; then of its blocks along B, [A / outer, B / block]; then, unless blocks are square, of those along A,
 // [B, A / block]. Divisions round up; without blocks S is 1.
 struct ShardAmax {
@@ -662,7 +662,7 @@ struct ShardAmax {
   }
 };
 
-// Given amax of whole members: the codes of the elements that lie here, no others, and every scale. The bits are those
+// Given amax of whole members: the codes of the elements of this shard, no others, and every scale. The bits are those
 // of Quantize.
 struct ShardCast : StoredForms, StoredBuffers {
   static constexpr const char* kName = "shard_cast";
@@ -695,7 +695,7 @@ struct ShardCast : StoredForms, StoredBuffers {
   }
 };
 
-// The call that has the same results, where all elements lie here.
+// The call that has the same results, where the shard has all elements.
 inline Quantize whole_of(const ShardCast& call) {
   Quantize whole;
   whole.source = call.source;

@@ -11,7 +11,7 @@ struct InternalError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A source file's path from the project's root on. What stands before it is of the machine that built the module, and
+// A source file's path from the project's root on. What precedes it is of the machine that built the module, and
 // is not even part of it: the compiler copies the rest.
 template <size_t kSize>
 struct SourcePath {

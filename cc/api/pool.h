@@ -5,7 +5,7 @@
 
 namespace grouped {
 
-// Threads somebody else owns: XLA's pool under JAX, our own elsewhere. A task may start late or, on a busy pool, only
+// Threads of another owner: XLA's pool under JAX, our own elsewhere. A task may start late or, on a busy pool, only
 // after the caller has done all the work itself; `parallel_for` (cc/cpu/parallel.h) never waits for an unstarted one.
 class Pool {
  public:

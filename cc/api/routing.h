@@ -242,7 +242,7 @@ struct SortSlots {
 
 // The order of slots by expert, cut into what each rank of an exchange gets. Rank d owns E / P consecutive experts; its
 // rows of the order, at most B of them, stand from place d * B on, and those behind the first B are dropped. `places`
-// has the place of each slot; `sent`, `experts` and `row_weights` tell what stands in a place.
+// has the place of each slot; `sent`, `experts` and `row_weights` tell what each place holds.
 struct SendOrder {
   static constexpr const char* kName = "send_order";
   TensorView group_sizes;  // [E] int32, without padding
@@ -290,7 +290,7 @@ struct RankSlots {
   }
 };
 
-// What a token that is sent to a rank once says there. Of the token whose slot stands in a place of rank d
+// What a token that is sent to a rank once says there. Of the token whose slot is in a place of rank d
 // (`send_order` of `rank_slots`): its experts on rank d, counted from the first one of the rank, in the order of slots,
 // and -1 behind them; at most j. A slot whose token has no place with its rank, or that is not among the first j there,
 // is dropped.
@@ -323,7 +323,7 @@ struct RowSlots {
 };
 
 // Where rows lie once each group is padded to a multiple of `align` rows (an empty one stays empty): padded sizes, the
-// row that stands in each padded row, -1 for padding, and the place of each row, -1 for rows past the groups.
+// row that each padded row holds, -1 for padding, and the place of each row, -1 for rows past the groups.
 struct PadGroups {
   static constexpr const char* kName = "pad_groups";
   TensorView group_sizes, padded_sizes;

@@ -56,7 +56,7 @@ std::string_view stripped(std::string_view text) {
   return text;
 }
 
-// What stands before `mark`, which is taken off `text` with it; all of it where there is no mark.
+// What precedes `mark`, which is taken off `text` with it; all of it where there is no mark.
 std::string_view cut(std::string_view* text, std::string_view mark) {
   const size_t at = text->find(mark);
   const std::string_view before = text->substr(0, at);

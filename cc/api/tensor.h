@@ -50,7 +50,7 @@ constexpr const char* dtype_name(DType dtype) {
 
 constexpr int kMaxRank = 4;
 
-// A row-major, contiguous buffer that somebody else owns. An absent operand has rank -1. While a plan is made only
+// A row-major, contiguous buffer of the caller. An absent operand has rank -1. While a plan is made only
 // dtype, rank and dims are filled in; data is read by `launch` alone.
 struct TensorView {
   void* data = nullptr;

@@ -98,7 +98,7 @@ class Exchange::Facts {
     return true;
   }
 
-  // Members, where they are there, are alike: one spec says it for all.
+  // Members that are present have one dtype and shape: one spec says it for all.
   bool add_list(nb::sequence members) {
     text_.push_back('l');
     append(nb::len(members));
@@ -232,7 +232,7 @@ void define_exchange(nb::module_& module) {
            "Raises TypeError for a type that does not offer the interface.")
       .def("describe", &Exchange::describe, nb::arg("operands"),
            nb::sig("def describe(self, operands: tuple[object, ...]) -> bytes | None"),
-           "Device, dtypes and shapes of tensors, None and lists of alike tensors (None: skipped), and of each tensor\n"
+           "Device, dtypes and shapes of tensors, None and lists of equal specs (None: skipped), and of each tensor\n"
            "and list whether its addresses are multiples of 16 bytes: equal bytes mean equal plans and workspaces.\n"
            "None where an operand is something else, is not contiguous, or is on another device than the first.")
       .def("addresses", &Exchange::addresses, nb::arg("members"),

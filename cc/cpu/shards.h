@@ -7,7 +7,7 @@
 
 namespace grouped {
 
-// Elements that lie here of one row.
+// Elements of one row that the shard has.
 struct ShardStrip {
   int64_t row;
   int64_t column;
@@ -25,7 +25,8 @@ void shard_bands(Pool* pool, const Call& call, const Body& body) {
   });
 }
 
-// body(strip) for what lies here of rows [first, last) of a member, at most kTileColumns elements of one row at a time.
+// body(strip) for what the shard has of rows [first, last) of a member, at most kTileColumns elements of one row at a
+// time.
 template <class Call, class Body>
 void shard_strips(const Call& call, int64_t member, int64_t first, int64_t last, const Body& body) {
   const int64_t width = call.source.dims[2], bytes = dtype_bytes(call.source.dtype);

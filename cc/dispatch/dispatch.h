@@ -27,7 +27,7 @@ struct Refusal {
 
 template <class Call>
 struct Choice {
-  const Kernel<Call>* kernel = nullptr;  // null: nobody takes the call
+  const Kernel<Call>* kernel = nullptr;  // null: no kernel takes the call
   const Kernel<Call>* spare = nullptr;   // runs where the addresses do not suit `kernel`; null: `kernel` takes any
   std::vector<Refusal> refusals;         // of the kernels asked before the chosen one, best first
   size_t workspace_bytes = 0;            // enough for both, whatever the addresses

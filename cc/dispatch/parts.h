@@ -1,4 +1,4 @@
-// What calls share that run others through dispatch: why nobody takes a part, how it runs, and what a matrix between
+// What calls share that run others through dispatch: why no kernel takes a part, how it runs, and what a matrix between
 // two parts takes of the workspace.
 #pragma once
 
@@ -14,7 +14,7 @@ inline size_t padded_bytes(const TensorView& view) {
   return (static_cast<size_t>(view.bytes()) + kAlign - 1) / kAlign * kAlign;
 }
 
-// The reason of the table's last row, which takes most; empty: somebody takes the part.
+// The reason of the table's last row, which takes most; empty: a kernel takes the part.
 template <class Part>
 std::string refusal(const Part& part, const Target& target) {
   const Choice<Part> choice = choose(part, target, "");

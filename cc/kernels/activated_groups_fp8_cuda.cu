@@ -18,9 +18,9 @@
 // with rows of groups that have not started, and else leaves the first launch at once. Row sums are added by a launch
 // behind.
 //
-// Memory and issue slots bound it about alike: gradients read 6 bytes an activated column and write 2 to 5, and take
+// Memory and issue slots bound it about equally: gradients read 6 bytes an activated column and write 2 to 5, and take
 // some 370 instructions for eight columns of SwiGLU, more of the time the lower the clock is. So the loop over rows
-// stands inside of the choice of a kind, where gated or not is a constant, and addresses go on by additions.
+// is inside of the choice of a kind, where gated or not is a constant, and addresses go on by additions.
 #include "cc/device/quantize/activated_fp8.cuh"
 
 namespace grouped {

@@ -5,7 +5,7 @@
 // each:
 //
 //   cp.async, 16 bytes a row: gate, linear half, dz --> own slots of shared memory, 64 or 96 KiB
-//        ^ the next tile's, each as soon as nobody reads the slots that it takes
+//        ^ the next tile's, each as soon as the slots that it takes are not read any more
 //   once a tile, a row at a time: act(h), or both halves of dz * act'(h), * row scale, rounded --> over the gate and
 //        the linear half; beside, where wanted: act(h) and the plain gradients to memory, <dz, act(h)> over 16 lanes
 //        to a partial sum of the row and column tile

@@ -35,7 +35,7 @@ using namespace sm90;
 class Draw {
  public:
   __device__ explicit Draw(unsigned long long* counter) : counter_(counter), next_(blockIdx.x) {}
-  // Called by a whole warp; one ahead, so that nobody waits for the counter.
+  // Called by a whole warp; one ahead, so that no warp waits for the counter.
   __device__ int64_t take() {
     const int64_t item = __shfl_sync(~0u, next_, 0);
     if (threadIdx.x % 32 == 0) next_ = int64_t(atomicAdd(counter_, 1ull)) + gridDim.x;

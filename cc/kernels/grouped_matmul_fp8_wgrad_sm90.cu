@@ -124,7 +124,7 @@ struct Fp8Contraction {
     if constexpr (sizeof(Out) == 2) {
       store_whole<Out, Shape::kCols>(acc, &p.out, at, cols, slots, p.accumulate, epilogue.group);
     } else {
-      auto held = epilogue.held();  // made anew: while the tile multiplies there are no registers for it
+      auto held = epilogue.held();  // made again: while the tile multiplies there are no registers for it
       held.begun();
       store_or_add<Out, Shape::kCols>(acc, &p.out, at, cols, slots, p.accumulate, held, epilogue.group);
     }

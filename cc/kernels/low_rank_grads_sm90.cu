@@ -464,7 +464,7 @@ __global__ void __launch_bounds__(kThreads, 1) low_rank_grads(const __grid_const
     multiply_rows<Product, kParts>(p, groups, col, ring, base + Product::kFactorAt, relay, rank == 0, rank + 1 == ctas);
   }
   clear_tail(p, all.rows);
-  ptx::cluster_barrier();  // nobody's slots and barriers are written any more
+  ptx::cluster_barrier();  // no CTA's slots and barriers are written any more
 }
 
 // ---- the host's side ----

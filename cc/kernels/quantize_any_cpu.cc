@@ -261,7 +261,7 @@ class Job {
     for (int64_t c = 0; c < tile.columns; c += outer) {
       const int64_t count = std::min(outer, tile.columns - c);
       const uint32_t amax = *std::max_element(s->amax + c, s->amax + c + count);
-      // Lines of square blocks run along the source's rows, so that both forms choose alike.
+      // Lines of square blocks run along the source's rows, so that both forms choose the same.
       const BlockScale scale = outer > 1 ? scale_of(amax, shared, x + c, length, kTileColumns, count, 1)
                                          : scale_of(amax, shared, x + c, 1, 0, length, kTileColumns);
       put_scale(call_.cross_scales, cross_place_.at(tile.band.group, first / call_.block, (tile.column + c) / outer),

@@ -7,7 +7,7 @@
 //                                                      --> rotated in place --> form along rows: the same
 //   finish   scales and amaxes of groups
 //
-// 64.5 KiB of values (an odd pitch: threads walk along rows and columns alike) and 8 KiB of amaxes and factors a block.
+// 64.5 KiB of values (an odd pitch: threads walk along rows and along columns) and 8 KiB of amaxes and factors a block.
 // Bound by instructions; the rows of the table in front of it take the formats where bandwidth counts.
 #include <algorithm>
 #include <string>

@@ -59,7 +59,7 @@ struct Lines {
 };
 
 // Codes along rows in kForms forms, of values that are decoded once. The factors of row i are factors(form, i), asked
-// for by whole warps; where one is NaN (`mend`: of some value of the thread) stands NaN's code.
+// for by whole warps; where one is NaN (`mend`: of some value of the thread) NaN's code is stored.
 template <class O, int kForms, class Factor>
 __device__ inline void put_lines(const FineLaunch& p, const StoreTile& tile, const Four<O::from> (&raw)[kRows],
                                  const Lines (&lines)[kForms], bool mend, Factor factors) {

@@ -6,7 +6,7 @@
 // the second one then starts from the last tile.
 //
 //     cp.async, 16 bytes a row --> own part of shared memory --> 32 registers --> amaxes, two values a word
-//                 ^ the next tile's, as soon as this one's are in registers: nobody else reads them, no barrier
+//                 ^ the next tile's, as soon as this one's are in registers: no other thread reads them, no barrier
 //     rows:    amax over 16 lanes (4 for blocks of 32), scattered so that each lane finds the scale of one row
 //              --> scales back by shuffles --> codes, 8 bytes a row and lane
 //     columns: amax over the 8 warps through shared memory, a scale a thread --> codes of two rows a conversion

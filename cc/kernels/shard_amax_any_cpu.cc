@@ -1,4 +1,4 @@
-// Largest magnitudes among the elements of weights that lie here.
+// Largest magnitudes among the elements of weights that a shard has.
 #include <atomic>
 #include <cstring>
 #include <vector>

@@ -1,5 +1,5 @@
-// Largest magnitudes among the elements of weights that lie here: a tile's into shared memory, those of its blocks by
-// atomicMax on the bits, which no order changes. Bound by reading the elements once.
+// Largest magnitudes among the elements of weights that a shard has: a tile's into shared memory, those of its blocks
+// by atomicMax on the bits, which no order changes. Bound by reading the elements once.
 #include <string>
 
 #include "cc/device/quantize/weight_shards.cuh"

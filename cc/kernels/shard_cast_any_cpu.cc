@@ -1,4 +1,4 @@
-// Codes of the elements of weights that lie here, and all scales, given the magnitudes of all ranks.
+// Codes of the elements of weights that a shard has, and all scales, given the magnitudes of all ranks.
 #include "cc/cpu/formats.h"
 #include "cc/cpu/panel.h"
 #include "cc/cpu/shards.h"

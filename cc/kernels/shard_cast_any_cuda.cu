@@ -1,4 +1,4 @@
-// Codes of the elements of weights that lie here, and all scales, given the magnitudes of all ranks.
+// Codes of the elements of weights that a shard has, and all scales, given the magnitudes of all ranks.
 //
 //   scales   a thread each, of whole weights
 //   codes    tiles as values in shared memory, a factor for each of their blocks; both forms from one read
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kShardThreads) put_scales(const __grid_constan
   }
 }
 
-// The codes of a word that lie here, to `to`; bit i of `here` says whether code i does. Codes of four bits share bytes,
-// and the other half of one may be another rank's.
+// The codes of a word that the shard has, to `to`; bit i of `here` says whether code i does. Codes of four bits share
+// bytes, and the other half of one may be another rank's.
 template <class T>
 __device__ void put_codes(uint8_t* to, uint32_t word, uint32_t here) {
   if constexpr (T::kBits == 8) {

@@ -127,7 +127,7 @@ struct Rows {
   __device__ int64_t rows(uint32_t slots) const {  // both are below 2^31, so their sum is no overflow
     return static_cast<int64_t>((slots + align - 1) / align) * align;
   }
-  // Rows behind the last are all alike, and few enough for 32 bits: M and the slots are below 2^31.
+  // Rows behind the last are all the same, and few enough for 32 bits: M and the slots are below 2^31.
   __device__ uint32_t first(int64_t begin) const {
     return static_cast<uint32_t>(min(begin, static_cast<int64_t>(count)));
   }

@@ -314,7 +314,7 @@ bool has_own_scales(const Widening& w) { return w.scales != nullptr && w.run_blo
 
 // Types and scales as the kernel of the usual case has them: equal ones share a launch.
 DType scales_of(const Widening& w) { return w.scales == nullptr ? DType::u8 : w.scale_type; }
-bool alike(const Widening& a, const Widening& b) {
+bool have_the_same_types(const Widening& a, const Widening& b) {
   return a.type == b.type && scales_of(a) == scales_of(b) && has_own_scales(a) == has_own_scales(b);
 }
 
@@ -330,7 +330,7 @@ bool is_usual(const Widening& w) {
   return w.scales == nullptr || w.run_stride == 1;
 }
 
-// Launches the kernel of the usual case for one or two arrays that are `alike`; false where none has these types.
+// Launches the kernel of the usual case for one or two arrays of the same types; false where it does not take them.
 bool launch_usual(const Widening* arrays, int count, cudaStream_t stream) {
   Passes passes = {};
   int64_t blocks = 0;
@@ -400,7 +400,7 @@ void launch_any(const Widening& w, cudaStream_t stream) {
 
 void launch_widenings(const Widening* arrays, int count, void* on) {
   const auto stream = static_cast<cudaStream_t>(on);
-  if (count == 2 && is_usual(arrays[0]) && is_usual(arrays[1]) && alike(arrays[0], arrays[1]) &&
+  if (count == 2 && is_usual(arrays[0]) && is_usual(arrays[1]) && have_the_same_types(arrays[0], arrays[1]) &&
       launch_usual(arrays, 2, stream)) {
     return;
   }

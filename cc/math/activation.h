@@ -1,4 +1,4 @@
-// Every activation: value and derivative, in fp32, for CPU and CUDA alike (numerics 5). `a` is the gate half of a
+// Every activation: value and derivative, in fp32, for both CPU and CUDA (numerics 5). `a` is the gate half of a
 // hidden row and `u` the linear half; kinds that are not gated read `a` alone. Fused operations are spelled out, so
 // that every kernel that recomputes a value gets the bits of the first; the CPU and a GPU differ in last places.
 //
@@ -87,7 +87,7 @@ ActivationSpec activation_spec(const Params& params) {
   return spec;
 }
 
-// body(std::integral_constant<ActivationKind, kind>{}): the switch stands outside of the loop.
+// body(std::integral_constant<ActivationKind, kind>{}): the switch is outside of the loop.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif

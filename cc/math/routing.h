@@ -1,4 +1,4 @@
-// The arithmetic of routing, for CPU and CUDA alike (docs/numerics.md, "Routing"): scores of experts, how experts are
+// The arithmetic of routing, for both CPU and CUDA (docs/numerics.md, "Routing"): scores of experts, how experts are
 // ranked, random factors and draws. All of it is fp32; sums over a token's experts have one order, see `lane_sum`, and
 // so have sums over a sequence's tokens.
 #pragma once

@@ -45,7 +45,7 @@ GROUPED_HOST_DEVICE static inline float fp32_encode_scale(float amax, const Fp32
   return float_bits(e) == kInfinityBits ? rule.overflow_scale : e;
 }
 
-// Of fp32 scales, per-group NVFP4 scales and delayed scaling alike. May be subnormal.
+// Of fp32 scales, per-group NVFP4 scales and delayed scaling. May be subnormal.
 GROUPED_HOST_DEVICE static inline float decode_scale(float e) { return fl_div(1.0f, e); }
 
 // The same of a normal power of two.

@@ -32,7 +32,7 @@ struct ShardSlots {
   }
 };
 
-// The elements of one member that lie here: elements[i] is element first + i of the member.
+// The elements of one member that the shard has: elements[i] is element first + i of the member.
 struct Shard {
   const void* elements;
   int64_t first;

@@ -61,7 +61,7 @@ def test_a_build_without_cuda_says_so(monkeypatch):
 
 @pytest.mark.parametrize("arch", ["sm_9x", "sm_9", "sm_80a", "sm_1000", "sm_90ab", "90a"])
 def test_an_unknown_arch_is_refused(arch):
-    """`a` stands behind chips alone that have kernels of their own."""
+    """`a` is behind the numbers of those chips alone that have kernels of their own."""
     with asserts.refused(ValueError, [f'"{arch}"', '"cpu"', '"sm_90a"']):
         plans.plan(call(), arch)
 

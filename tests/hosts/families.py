@@ -46,7 +46,7 @@ class Family(NamedTuple):
 
 @lru_cache(maxsize=1)
 def families() -> tuple[Family, ...]:
-    """Every class that the decorator stands before, by name of its model; nothing is imported. Empty: not installed."""
+    """Every class with the decorator, by name of its model; nothing is imported. Empty: not installed."""
     spec = importlib.util.find_spec("transformers")
     return () if spec is None or spec.origin is None else tuple(_scanned(Path(spec.origin).parent / "models"))
 

@@ -237,7 +237,7 @@ WRAPPERS = {"jit": jax.jit, "jit in jit": lambda f: nested(jax.jit(f)), "checkpo
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("starts", ["inside", "outside"])
 def test_programs_of_both_are_kept_apart(wrapper, starts):
-    """Whatever was traced first; each is traced once, also in contexts that are entered anew."""
+    """Whatever was traced first; each is traced once, also in contexts that are entered again."""
     p = small("bfloat16")
     traces: list[None] = []
 

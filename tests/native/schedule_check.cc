@@ -203,7 +203,7 @@ void cuts(std::mt19937_64& rng) {
     EXPECT(cut.parts == k.parts && cut.turned == k.turned, "%lld x %lld x %lld: %d parts%s", Long(k.groups),
            Long(k.rows), Long(k.cols), cut.parts, cut.turned ? ", turned" : "");
   }
-  std::puts("few tiles are cut into parts that fill the chip, alike in both layouts");
+  std::puts("few tiles are cut into parts that fill the chip, the same way in both layouts");
 }
 
 // ---- addresses ----
@@ -527,7 +527,7 @@ void codes_meet_rows(std::mt19937_64& rng) {
         for (int lane = 0; lane < 32; ++lane) {
           const int row = lane / 4 + r, q = lane % 4;
           from[lane] = (slab * Stage::kCodeBytes + C::place(row, q)) ^ (16 * (part / kPartsALoad));
-          EXPECT(C::place(row, q) == C::place(row % 8, q) + r * C::kRowBytes, "rows 8 apart are swizzled alike");
+          EXPECT(C::place(row, q) == C::place(row % 8, q) + r * C::kRowBytes, "rows 8 apart have the same swizzle");
           uint32_t words[4] = {}, pairs[4];
           for (int byte = 0; byte < kLoadBytes; ++byte) {
             words[byte / 4] |= uint32_t(stage[from[lane] + byte]) << (byte % 4 * 8);

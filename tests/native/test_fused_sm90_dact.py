@@ -25,7 +25,7 @@ CASES = tuple(
         ("one_tile", (130, 7), 137, 392, 72),
         ("long_group", (1500, 3), 1600, 136, 192),
         ("long_sums", (300, 0, 17, 129), 460, 4104, 392),
-        ("nobody", (0, 0, 0), 77, 64, 64),
+        ("no_rows_owned", (0, 0, 0), 77, 64, 64),
     )
 )
 KINDS = ("swiglu", "clamped_qgeglu", "geglu_erf", "situ_glu", "relu", "gelu_tanh")

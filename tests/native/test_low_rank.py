@@ -304,7 +304,7 @@ def test_a_rank_may_exceed_the_depth_of_the_other_product(kernel, axis):
 @pytest.mark.parametrize("result", cases.DTYPES)
 @pytest.mark.parametrize("formats", [("bf16", "nvfp4"), ("bf16", "fp8_tensor"), ("nvfp4", "nvfp4")])
 def test_scales_of_groups_do_not_reach_the_low_rank_product(kernel, formats, result):
-    """Weights and factors are stored alike, so that kernels which add both in one sum may take them."""
+    """Weights and factors are stored the same way, so that kernels which add both in one sum may take them."""
     lhs, rhs = of_formats(formats, ALIGNED, 2, ALIGNED.n)
     product(Native(kernel), ALIGNED, lhs, rhs, 2, result, low_of(ALIGNED, ALIGNED.n, 16, 2, "bfloat16"))
 

@@ -176,7 +176,7 @@ def test_rows_alone(kernel, format, case, width, dtype):
     valid=lambda kernel, format, forms, **_: "fp8_rows" not in kernel or (format in IN_BLOCKS and not forms[1]),
 )
 def test_gathered_rows(kernel, format, case, width, dtype, forms, slots):
-    """Rows of any places, several of one row, some of none; places of rows behind the groups are read by nobody."""
+    """Rows of any places, several of one row, some of none; places of rows behind the groups are not read."""
     tokens = case.rows // 2 + 1
     x, rng = numbers((tokens, width), dtype, case.name), np.random.default_rng(7)
     places = rng.integers(-2, tokens * slots + 2, case.rows).astype(np.int32)

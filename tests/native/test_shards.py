@@ -99,7 +99,7 @@ def test_parts_have_the_bytes_of_the_whole(kernel, format, shape, dtype, forms, 
 @pytest.mark.rule("QNT-3")
 @pytest.mark.matrix(kernel=kernels("shard_cast"), format=PARTLY, shape=((3, 37, 53), (2, 128, 256)))
 def test_a_rank_writes_its_own_codes_and_every_scale(kernel, format, shape):
-    """Codes as bits: what two passes over different contents agree in was written, and is as many as lie here."""
+    """Codes as bits: what two passes over different contents agree in was written, and is as many as the shard has."""
     w = numbers(shape, "float32")
     wanted = whole(w, format, (True, True))
     owners = Ranks(kernel, w, cuts_of(w, 3, 5))

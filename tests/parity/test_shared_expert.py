@@ -112,7 +112,7 @@ def test_a_buffer_beside_a_shared_expert_is_refused():
 
 
 def _both(change: dict[str, Any]) -> list[Any]:
-    """Calls of `moe` in both frameworks whose arguments are changed alike; arrays are in the layout of JAX."""
+    """Calls of `moe` in both frameworks with the same change of arguments; arrays are in the layout of JAX."""
     arrays = {name: np.zeros(shape, np.float32) for name, shape in {
         "x": (T, H), "router": (H, E), "wi": (E, H, 2 * F), "wo": (E, F, H),
     }.items()}  # fmt: skip

@@ -2,7 +2,7 @@
 
 `all_to_all_vdev` gets a kernel for the CPU that reads sizes on the host and uses `all_to_all_single`. It insists on
 what the real one needs: symmetric buffers of equal shapes, int64 splits, rows that thread blocks divide. Rows that
-nobody sent are written with bytes that make NaNs, so that a result that reads them shows.
+no rank sent are written with bytes that make NaNs, so that a result that reads them shows.
 """
 
 from __future__ import annotations

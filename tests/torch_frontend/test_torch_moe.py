@@ -195,8 +195,8 @@ def test_it_is_what_its_parts_are(given: str, shared: str | None) -> None:
 @pytest.mark.rule("LYR-12")
 def test_the_gate_is_a_sigmoid_and_dropped_tokens_get_the_shared_expert() -> None:
     module, x = _layer(shared_dim=24, shared_gate=True), _x()
-    nobody = torch.full((*SHAPE[:2], K), -1)
-    y, _ = module(x, experts=nobody)
+    none = torch.full((*SHAPE[:2], K), -1)
+    y, _ = module(x, experts=none)
     rows = x.detach().reshape(-1, H).double()
     fc1, fc2 = (each.weight.detach()[0].double() for each in (module.shared.linear_fc1, module.shared.linear_fc2))
     h = rows @ fc1.mT

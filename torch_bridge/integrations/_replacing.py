@@ -67,7 +67,7 @@ class Registration:
         Without effect after the first call.
 
         Raises:
-            RuntimeError: a function was replaced by somebody else in the meantime; then nothing changes.
+            RuntimeError: a function was replaced by other code in the meantime; then nothing changes.
         """
         if self not in self._others:
             return
@@ -109,7 +109,7 @@ def register(host: str, replacements: Sequence[Replacement]) -> Registration:
 
     Raises:
         NotImplementedError: a function does not exist, or has other parameters than the adapter knows. RuntimeError: a
-            function was replaced by somebody else since an earlier registration. In both cases nothing is replaced.
+            function was replaced by other code since an earlier registration. In both cases nothing is replaced.
     """
     if not _ACTIVE.get(host):
         for each in replacements:

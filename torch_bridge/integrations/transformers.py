@@ -221,7 +221,7 @@ def _experts(
     }
     if not flags["has_post_expert_norm"]:
         return routed_mlp(x, experts, weights, wi, wo, **shared).to(x.dtype)
-    # The norm stands between the products and the probability, so the probability cannot go into the products.
+    # The norm is between the products and the probability, so the probability cannot go into the products.
     rows, sizes, permutation = permute(x, experts, wi.shape[0])
     rows = module.post_expert_norm(grouped_mlp(rows, wi, wo, sizes, **shared))
     return unpermute(rows, permutation, weights).to(x.dtype)

@@ -38,7 +38,7 @@ __device__ inline T sum_before(T value, int64_t* scratch, T* total) {
 
 // One window: kEach neighbouring groups of each thread, with these sizes (a thread behind the last group has zeros).
 // Calls use(i, first, end, parts) for the i-th of them: its rows are first ... end - 1, and `parts` lie before it.
-// parts_of(rows) is how many parts so many rows of a group are; null: nobody asks. `before` moves to the next window.
+// parts_of(rows) is how many parts so many rows of a group are; null: not wanted. `before` moves to the next window.
 // Sizes below 0 count as 0. Sums are 64 bits wide: 65535 sizes of 31 bits cannot overflow, so clamping after the sum
 // is enough (GRP-4).
 template <int kWarps, int kEach, class Size, class Rows, class Parts, class PartsOf, class Use>

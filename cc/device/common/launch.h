@@ -40,7 +40,7 @@ void allow_shared_memory(int bytes) {
 }
 
 // Asks for multiprocessors that are divided so that blocks with `bytes` of shared memory find room, whatever kKernel
-// itself needs: one that runs beside another kernel or just before it must not make them be divided anew, which takes
+// itself needs: one that runs beside another kernel or just before it must not make them be divided again, which takes
 // an idle multiprocessor.
 template <auto kKernel>
 void prefer_shared_memory(int bytes) {

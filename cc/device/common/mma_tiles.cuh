@@ -152,7 +152,7 @@ __device__ __forceinline__ void contract(const Problem& p, Copies<typename Op::S
 template <class Shape>
 __device__ void drain_sums(const Finish& f, const Sums<Shape>& sums, float* staged, int warp_row, int warp_col) {
   constexpr int kCols = Shape::kWarpCols;
-  int lane;  // read anew for every tile: what follows from it must not occupy registers in the loop
+  int lane;  // read again for every tile: what follows from it must not occupy registers in the loop
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
 #pragma unroll 1
   for (int slab = 0; slab < kMmaRows / kMmaSlab; ++slab) {

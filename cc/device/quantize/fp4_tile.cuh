@@ -198,7 +198,7 @@ __device__ inline void fill_factors(const FineLaunch& p, int group, Shared<kFrom
   static_assert(kThreads == 2 * kCodes, "a thread has an entry");
   const int form = threadIdx.x / kCodes, code = threadIdx.x % kCodes;
   const GroupScale scale = group_scale_of(p.scan, p.rule, false, p.encode, form && p.rotate, group);
-  __syncthreads();  // nobody needs those of the group before
+  __syncthreads();  // those of the group before are not needed any more
   s->factors[form].of_code[code] = nvfp4_block_encode_scale(static_cast<uint8_t>(code), scale.decode);
   if (code == 0) s->factors[form].step = fl_mul(scale.encode, kSixth);
   __syncthreads();

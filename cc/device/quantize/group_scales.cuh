@@ -20,7 +20,7 @@ constexpr int kStoreColumns = 128;
 
 // In the workspace. Rows of group g are offsets[g] ... offsets[g + 1] - 1, its row tiles tiles[g] ... tiles[g + 1] - 1,
 // its first row in a padded form segments[g]. Weights are groups of equal size. What no group owns counts as group
-// `count`: its tiles cover the rest of the rows and of the padded rows alike.
+// `count`: its tiles cover both the rest of the rows and that of the padded rows.
 struct StoreScan {
   int64_t* offsets;   // [count + 1]
   int64_t* tiles;     // [count + 2]

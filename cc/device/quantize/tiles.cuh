@@ -425,7 +425,7 @@ void launch_tiles(const Quantize& call, const Context& context, Measure measure,
   p.raised = p.scan.amax;
   p.starting = ahead && !all;
   if (ahead) measure(p, how);
-  how.early = p.starting && context.target.sm >= 90;  // nothing stands between the two launches
+  how.early = p.starting && context.target.sm >= 90;  // nothing is between the two launches
   p.starting = false;
   p.measure = on_the_way;
   if (on_the_way) p.raised = wanted;

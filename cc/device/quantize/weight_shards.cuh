@@ -1,5 +1,5 @@
-// Parts of weights on the device: a block takes a tile of 64 x 64 elements of one member. What lies here decides which
-// tiles have work, and stands in device memory: the grid covers whole weights, and idle blocks leave at once.
+// Parts of weights on the device: a block takes a tile of 64 x 64 elements of one member. What the shard has decides
+// which tiles have work, and is in device memory: the grid covers whole weights, and idle blocks leave at once.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace grouped {
 
 constexpr int kShardTile = 64;
 constexpr int kShardThreads = 256;
-constexpr int kShardPitch = kShardTile + 1;    // threads walk along rows and columns alike
+constexpr int kShardPitch = kShardTile + 1;    // threads walk along rows and along columns
 constexpr int kShardBlocks = kShardTile / 16;  // most blocks along a tile
 
 struct ShardProblem {
@@ -63,7 +63,7 @@ struct ShardPart {
     return {Shard::of(p.table, p.groups, member), member, int64_t{blockIdx.y} * kShardTile,
             int64_t{blockIdx.x} * kShardTile,     p.rows, p.width};
   }
-  // Whether some of its rows lie here; a whole block agrees.
+  // Whether the shard has some of its rows; a whole block agrees.
   __device__ bool any() const {
     const int64_t last = min(row + kShardTile, rows);
     return shard.count > 0 && row * width < shard.first + shard.count && shard.first < last * width;
@@ -71,7 +71,7 @@ struct ShardPart {
   __device__ bool has(int r, int c) const {
     return row + r < rows && column + c < width && shard.has((row + r) * width + column + c);
   }
-  // [kShardTile][kShardPitch] values, 0 for what does not lie here.
+  // [kShardTile][kShardPitch] values, 0 for what the shard does not have.
   __device__ void load(DType type, float* values) const {
     for (int item = threadIdx.x; item < kShardTile * kShardTile; item += kShardThreads) {
       const int r = item / kShardTile, c = item % kShardTile;

@@ -38,7 +38,7 @@ struct HiddenColumns {
 
 // The warp's 16 rows of a set, by chunks of 8 columns of each half, as matrix operations have them: h[0] and h[1] are
 // two gate columns of rows l/4 and l/4 + 8, h[2] and h[3] the linear ones of the same rows. Kinds that are not gated
-// read and write a linear half as well, which nobody fetched or stores.
+// read and write a linear half as well, which is neither fetched nor stored.
 class HiddenSet {
  public:
   // `rows` is where the set has them.

@@ -272,7 +272,7 @@ __device__ inline void store_part(float (&acc)[kCols / 2], const CUtensorMap* ma
   }
 }
 
-// Zeros under whole tiles, by one warp and from one slot: they cost the warpgroups that multiply no turn, and nobody
+// Zeros under whole tiles, by one warp and from one slot: they cost the warpgroups that multiply no turn, and no warp
 // waits for them.
 template <class Out, int kCols>
 class Zeros {

@@ -47,7 +47,7 @@ struct Codes<false> {
   static constexpr int kLoads = 2;  // of 16 bytes, for a lane's 32 k of a row
   static constexpr int kRowBytes = 128;
   // Where the first load of a lane lies in a tile, under a swizzle of 128 bytes: eight lanes read eight different
-  // chunks of 16 bytes, and rows 8 apart are swizzled alike.
+  // chunks of 16 bytes, and rows 8 apart have the same swizzle.
   GROUPED_HOST_DEVICE static uint32_t place(int row, int q) { return row * 128 + ((2 * q) ^ (row % 8)) * 16; }
   // Which of 8 neighbouring k half `h` of pair i is.
   GROUPED_HOST_DEVICE static constexpr int k_of_pair(int i, int h) { return i / 2 * 4 + i % 2 + 2 * h; }

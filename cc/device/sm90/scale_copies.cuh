@@ -14,7 +14,7 @@ namespace grouped::sm90 {
 
 constexpr int kScaleLanes = 64;  // which copy, kRows rows each
 
-// A group's lines; the one of column `col`, of the last column for those behind it, whose sums nobody stores.
+// A group's lines; the one of column `col`, of the last column for those behind it, whose sums are not stored.
 __device__ inline uintptr_t scales_of_group(const FewRowsParams& p, int group) {
   return reinterpret_cast<uintptr_t>(p.scales) + int64_t{group} * p.scale_lines * p.scale_line_bytes;
 }

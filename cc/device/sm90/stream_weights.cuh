@@ -257,7 +257,7 @@ class Consumer {
   __device__ void work(Item& item) {
     float sums[kN / 2];
     uint32_t nan[2] = {};
-    const float factor = device::group_factor(nullptr, p_.factors, item.group());  // nobody waits for it here
+    const float factor = device::group_factor(nullptr, p_.factors, item.group());  // not waited for here
     multiply<kN>(item, sums, nan);
     asm volatile("" : "+r"(item.tag));  // one register across the product, not what is made of it as well
     finish<kN>(item, factor, sums, nan);
