@@ -182,7 +182,7 @@ def run(shape: Shape, clock: harness.Clock, rounds: int) -> list[Result]:
 
 def table(results: list[Result]) -> str:
     """The results as text."""
-    lines = [f"{'candidate':<22}{'ms a step':>11}{'+-':>6}{'of dense':>10}{'temporaries MiB':>17}{'error':>10}"]
+    lines = [f"{'candidate':<22}{'ms per step':>11}{'+-':>6}{'of dense':>10}{'temporaries MiB':>17}{'error':>10}"]
     for r in results:
         assert r.timing is not None
         error = "" if r.error is None else f"{r.error:.1e}"

@@ -44,7 +44,7 @@ __device__ void copy_16(uint32_t to, const void* from) {
 __device__ void load_rows(const Params& p, int tile, int k, const int (&token)[4], uint32_t rank, uint32_t stage,
                           uint32_t full) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto copy_four_rows = [&](int first, int of_lane) {  // 8 lanes a row
+  const auto copy_four_rows = [&](int first, int of_lane) {  // 8 lanes per row
     const int row = first + lane / 8, chunk = lane % 8;
     const int from = __shfl_sync(~0u, of_lane, row % 32);
     copy_16(stage + 128 * row + 16 * (chunk ^ (row & 7)), p.x + (size_t(from) * p.width + k) * 2 + 16 * chunk);

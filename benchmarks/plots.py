@@ -125,7 +125,7 @@ def model_steps(lines: Sequence[dict[str, Any]], title: str, path: Path) -> None
     names = [each["candidate"] for each in drawn]
     colours = ["tab:grey" if name.startswith("grouped_mm") else "tab:blue" for name in names]
     panels = {
-        "ms a step": [each["timing"]["median_us"] / 1e3 for each in drawn],
+        "ms per step": [each["timing"]["median_us"] / 1e3 for each in drawn],
         "peak memory, GiB": [each["peak_gib"] for each in drawn],
     }
     panels = {label: values for label, values in panels.items() if None not in values}  # a CPU has no peak

@@ -49,7 +49,7 @@ struct OperandScales {
 struct LowRank {
   TensorView low_lhs;
   TensorView low_rhs;        // [G, R, N] or [G, N, R]; data is null where low_rhs_table is present
-  TensorView low_rhs_table;  // addresses of one weight a group
+  TensorView low_rhs_table;  // addresses of one weight per group
   int64_t low_rhs_axis = 1;  // contracted axis of low_rhs: 1 or 2
 
   bool present() const { return low_lhs.present(); }
@@ -90,7 +90,7 @@ struct GroupedMatmul {
   TensorView bias;        // ragged rows only; data is null where bias_table is present
   TensorView row_scale;   // ragged rows only
   TensorView into;        // the caller's buffer, the same memory as `result`; data is null where into_table is present
-  TensorView rhs_table;   // addresses of one [K, N] (or [N, K]) weight a group
+  TensorView rhs_table;   // addresses of one [K, N] (or [N, K]) weight per group
   TensorView bias_table;  // addresses of one [N] bias a group
   TensorView into_table;  // addresses of one [A, B] destination a group; 0 skips the group
   TensorView rhs_up;      // the rest of the contraction, shaped as `rhs`; ragged rows only
@@ -103,7 +103,7 @@ struct GroupedMatmul {
   int64_t accumulate = 0;       // 1: add to what `into` holds
   int64_t batch_invariant = 0;  // 1: bits of a row depend neither on M nor on G, those of a group's gradient not on G
   int64_t aligned_tables = 1;   // 1: every address in a table is a multiple of 16 bytes
-  int64_t rows_hint = 0;        // usual rows a group, for tile choice; 0: unknown. Never changes meaning
+  int64_t rows_hint = 0;        // usual rows per group, for tile choice; 0: unknown. Never changes meaning
   int64_t lhs_half = 0;         // 1, 2: with contract_rows, the half of the columns of lhs that is read; 0: all
   int64_t rhs_half = 0;         // of rhs
   int64_t result_half = 0;      // 1, 2: with ragged rows, the half of the columns of the result that is made; 0: all
@@ -329,7 +329,7 @@ struct Storing : StoredForms {
   TensorView key;             // of stochastic rounding, low word first; absent: zero
   TensorView into_amax;       // [G] float32, the memory of `amax`: magnitudes that the maximum is merged with
   TensorView amax;            // largest magnitude of the group's values, merged with into_amax
-  std::string rule = "fp32";  // fp32 (2.2), e8m0 (2.3), nvfp4: an E4M3 scale a block and an fp32 one a group
+  std::string rule = "fp32";  // fp32 (2.2), e8m0 (2.3), nvfp4: an E4M3 scale per block and an fp32 one per group
   int64_t block = 0;          // contracted elements that share a scale; 0: the whole group does
   int64_t block_outer = 1;    // elements of the other axis that share it too (square blocks); 1: none do
   int64_t segment = 0;        // of the cross form of rows
@@ -416,7 +416,7 @@ struct GroupedMatmulAct {
   TensorView group_sizes;
   TensorView bias;  // data is null where bias_table is present
   TensorView row_scale;
-  TensorView rhs_table;   // addresses of one weight a group
+  TensorView rhs_table;   // addresses of one weight per group
   TensorView bias_table;  // addresses of one [W] bias a group
   TensorView rhs_up;      // the linear halves; then rhs has the gates, [G, K, F] or [G, F, K], not interleaved
   OperandScales scales;
@@ -474,7 +474,7 @@ struct GroupedMatmulDact {
   TensorView lhs;
   TensorView rhs;  // [G, N, F] or [G, F, N]; data is null where rhs_table is present
   TensorView group_sizes, hidden, row_scale, row_base;
-  TensorView rhs_table;  // addresses of one weight a group
+  TensorView rhs_table;  // addresses of one weight per group
   OperandScales scales;
   LowRank low;
   Storing stored;
@@ -579,7 +579,7 @@ struct Quantize : Storing, StoredBuffers {
   TensorView source;  // float32, bfloat16 or float16; data is null where source_table is present
   TensorView places;
   TensorView group_sizes;   // absent: weights, one member a group
-  TensorView source_table;  // addresses of one [A, B] weight a group
+  TensorView source_table;  // addresses of one [A, B] weight per group
   TensorView skip;          // not zero leaves every result as it is; wants all `into_`
   int64_t slots = 1;
 
@@ -722,7 +722,7 @@ inline Quantize whole_of(const ShardCast& call) {
   return whole;
 }
 
-// Delayed scaling, once a step: multipliers from the history of amaxes (numerics 2.5), for R operand roles at once.
+// Delayed scaling, once per step: multipliers from the history of amaxes (numerics 2.5), for R operand roles at once.
 struct ScaleUpdate {
   static constexpr const char* kName = "scale_update";
   TensorView scale;           // multipliers

@@ -1,5 +1,5 @@
-// The native calls of routing: which experts a token goes to, where its rows lie, and how rows are gathered and summed.
-// docs/numerics.md, "Routing", has the arithmetic.
+// The native calls of routing: which experts a token goes to, where its rows lie, and how rows are gathered and
+// summed. docs/numerics.md, "Routing", has the arithmetic.
 //
 // Letters: T tokens, E experts, k experts per token, S sequences, M rows sorted by expert, H columns, G groups (experts
 // that have rows here). A slot is one of a token's k places, numbered token * k + place; an expert of -1 (or anything

@@ -148,7 +148,7 @@ void own_rules(Check* check, const QuantileBias& call) {
   const int64_t most = std::min(kMostSlots, call.counts.dims[0]);
   check->require(call.slots <= most, [&] {
     return "slots: " + std::to_string(call.slots) + ", expected 1 to " + std::to_string(most) +
-           ", at most one an expert";
+           ", at most one per expert";
   });
   range(check, call.low, call.high);
 }

@@ -4,16 +4,16 @@
 //
 // Each block draws tiles of 128 rows x 128 activated columns of one group, 256 threads with 8 columns of 8 rows each:
 //
-//   cp.async, 16 bytes a row: gate, linear half, dz --> rings of 4 rows, each thread's own, 32 or 48 KiB a block
+//   cp.async, 16 bytes per row: gate, linear half, dz --> rings of 4 rows, each thread's own, 32 or 48 KiB per block
 //        ^ row i + 4, of this tile or the next, as soon as row i is in registers: no barrier, and none waits for a tile
-//   once a row: act(h), or both halves of dz * act'(h), * row scale, rounded --> * scale of the group --> codes
-//        --> rows: 8 bytes a lane, lines of 128
+//   once per row: act(h), or both halves of dz * act'(h), * row scale, rounded --> * scale of the group --> codes
+//        --> rows: 8 bytes per lane, lines of 128
 //        --> columns: 16 KiB of shared memory for each half, and for act(h) where it is wanted beside gradients
 //        beside, where wanted: amaxes, act(h) and the plain gradients to memory, <dz, act(h)> over 16 lanes to a
 //        partial sum of the row and column tile
-//   once a tile, where columns are wanted: 4 x 4 bytes turned in registers --> 16 rows a thread, lines of 128 bytes
+//   once per tile, where columns are wanted: 4 x 4 bytes turned in registers --> 16 rows per thread, lines of 128 bytes
 //
-// Two barriers a tile. Gradients: 128 registers, at most 109 KiB, two blocks an SM of Hopper; forward 80, 61 KiB,
+// Two barriers per tile. Gradients: 128 registers, at most 109 KiB, two blocks per SM of Hopper; forward 80, 61 KiB,
 // three. Current scaling runs the same rows twice, of which only amaxes remain the first time; delayed scaling does so
 // with rows of groups that have not started, and else leaves the first launch at once. Row sums are added by a launch
 // behind.

@@ -4,15 +4,15 @@
 // Each block draws tiles of 128 rows x 128 activated columns of one group, 256 threads with 8 columns of 8 rows
 // each:
 //
-//   cp.async, 16 bytes a row: gate, linear half, dz --> own slots of shared memory, 64 or 96 KiB
+//   cp.async, 16 bytes per row: gate, linear half, dz --> own slots of shared memory, 64 or 96 KiB
 //        ^ the next tile's, each as soon as the slots that it takes are not read any more
-//   once a tile, a row at a time: act(h), or both halves of dz * act'(h), * row scale, rounded --> over the gate and
+//   once per tile, a row at a time: act(h), or both halves of dz * act'(h), * row scale, rounded --> over the gate and
 //        the linear half; beside, where wanted: act(h) and the plain gradients to memory, <dz, act(h)> over 16 lanes
 //        to a partial sum of the row and column tile
 //   for act(h), where its turned codes are wanted beside gradients, and each half of the result: 32 registers --> rows
 //        and columns as in quantize_fp8_cuda.cu; turned codes take the slots of what has been read
 //
-// Two blocks an SM of Hopper (128 registers, at most 109 KiB); row sums are added by a launch
+// Two blocks per SM of Hopper (128 registers, at most 109 KiB); row sums are added by a launch
 // behind. Bound by memory: gradients read 6 bytes an activated column and write 2 to 5.
 #include <algorithm>
 #include <string>
@@ -257,7 +257,7 @@ std::string refuses_activated_store(const ActivatedStore& call, const Target& ta
   }
   if (cross.present() && (!store.turned || store.segment % 16 != 0)) return "turns rows in segments of 16 or more";
   if (const int bytes = block_bytes(call, is_gated(kind)); has_small_blocks(target) && bytes > kSmallBlock) {
-    return "needs " + std::to_string(bytes) + " bytes of shared memory a block, which has " +
+    return "needs " + std::to_string(bytes) + " bytes of shared memory per block, which has " +
            std::to_string(kSmallBlock) + " on " + arch_name(target.sm);
   }
   return "";

@@ -1,7 +1,7 @@
 // Activated rows, times their scales, one rounding.
 //
 //   scan       one block: where the groups end, into the workspace
-//   activate   a team of 32 to 256 threads a row, 8 columns a thread and step: 16-byte loads of both halves, values,
+//   activate   a team of 32 to 256 threads per row, 8 columns per thread and step: 16-byte loads of both halves, math,
 //              16-byte store; tail rows are zeroed or left alone
 //
 // No shared memory; at most 48 registers: 16 values in flight and the activation's. Bound by memory.

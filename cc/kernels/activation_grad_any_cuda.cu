@@ -1,7 +1,7 @@
 // Gradients at hidden rows, activated rows and the dot products of rows with them.
 //
 //   scan       one block: where the groups end, into the workspace
-//   gradients  a team of 32 to 256 threads a row, 8 columns a thread and step: 16-byte loads of dz and both halves,
+//   gradients  a team of 32 to 256 threads per row, 8 columns per thread and step: 16-byte loads of dz and both halves,
 //              value and derivatives, 16-byte stores; products dz * t into one fp32 sum a thread --> tree over a warp's
 //              lanes --> warps of the team in order (32 bytes of shared memory), row_base last
 //

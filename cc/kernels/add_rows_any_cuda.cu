@@ -1,8 +1,8 @@
 // Rows times one factor, some elements dropped at random, added to fp32 rows; one rounding.
 //
 //   scan   one block: where the groups end, into the workspace
-//   add    a warp a row, 8 values a lane: loads of rows and base, two counters of random words, store; tail rows are
-//          zeroed or left alone
+//   add    a warp per row, 8 values per lane: loads of rows and base, two counters of random words, store;
+//          tail rows are zeroed or left alone
 //
 // No shared memory; about 48 registers.
 #include <string>

@@ -1,11 +1,11 @@
 // Selection biases that balance the load of experts.
 //
-// bias_update        one block: the sum of the load in integers, then a thread an expert
-// margin_histogram   clear --> a warp a token, lane i: experts i, i + 32, ...: scores, the (k + 1)-th largest of score
-//                    + bias by k + 1 rounds (cc/device/common/expert_scores.cuh), a bin an expert, counted in the
-//                    result
-// quantile_bias      a block an expert: the sum of its counts, then 256 bins at a time up to the quantile --> workspace
-//                    one block: the mean in the order of lane_sum, then a thread an expert
+// bias_update        one block: the sum of the load in integers, then a thread per expert
+// margin_histogram   clear --> a warp per token, lane i: experts i, i + 32, ...: scores, the (k + 1)-th largest
+//                    score + bias by k + 1 rounds (cc/device/common/expert_scores.cuh), a bin per expert, counted in
+//                    the result
+// quantile_bias      a block per expert: the sum of its counts, then 256 bins at a time --> workspace
+//                    one block: the mean in the order of lane_sum, then a thread per expert
 //
 // Counts are integers, which no order changes. Registers (sm_90): count_margins 19, 20, 23, 31, 48 and 79 for up to 32,
 // 64, 128, 256, 512 and 1024 experts, the others up to 32; 268 bytes of shared memory.

@@ -1,12 +1,12 @@
 // Dot products of the rows of a token's slots with its gradient (gradients of combining weights).
 //
 //   a warp (fewer lanes of narrow rows) has four places of a token
-//   grad[t] --8 values a lane and step-----------+
-//   rows of 4 places --8 values a lane each------+--> 4 fp32 sums a lane, element by element --> tree over the lanes
+//   grad[t] --8 values per lane and step-----------+
+//   rows of 4 places --8 values per lane each------+--> 4 fp32 sums per lane, in order --> tree over the lanes
 //
-// No shared memory. The order depends on H alone. Five vectors of 16 bytes a lane are under way: 48 to 52 registers for
-// 16 bits, 64 for fp32, 76 for mixed types (sm_90), 32 warps, 80 KiB a multiprocessor. Predicted for T = 8192,
-// H = 2048, k = 8, bf16 on an H200: 304 MiB, 80 us.
+// No shared memory. The order depends on H alone. Five vectors of 16 bytes per lane are under way: 48 to 52 registers
+// for 16 bits, 64 for fp32, 76 for mixed types (sm_90), 32 warps, 80 KiB per multiprocessor. Predicted for T = 8192, H
+// = 2048, k = 8, bf16 on an H200: 304 MiB, 80 us.
 #include <string>
 
 #include "cc/device/common/elements.cuh"

@@ -1,6 +1,6 @@
 // The rows of a token's slots summed, one launch.
 //
-//   inverse, weights of 2, 4 or 8 places --> as many vectors of 16 bytes a thread, all under way at once
+//   inverse, weights of 2, 4 or 8 places --> as many vectors of 16 bytes per thread, all under way at once
 //       --product, sum, place by place--> 8 sums of fp32 --one rounding--> result
 //
 // Neighbouring threads have neighbouring vectors of a row (cc/device/common/row_threads.cuh). Where rows are not whole
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kSpreadThreads, combine_blocks(kTokens * kPlac
   }
 }
 
-// Tokens a thread: those of few slots have too little under way alone.
+// Tokens per thread: those of few slots have too little under way alone.
 constexpr int tokens_a_thread(int64_t slots) { return slots <= 2 ? 2 : 1; }
 
 template <DType kType, int W>

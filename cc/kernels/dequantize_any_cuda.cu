@@ -310,7 +310,7 @@ void launch(const Dequantize& call, const Context& context) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
   const int64_t column_tiles = divide_up(p.width, kStoreColumns);
   const int64_t tiles = (most_row_tiles(rows, groups, kStoreRows) + 1) * column_tiles;
-  // A tile a block: started in order, they keep to neighbouring memory.
+  // A tile per block: started in order, they keep to neighbouring memory.
   const unsigned grid = static_cast<unsigned>(std::min(tiles, int64_t{1} << 30));
   const DType codes = call.values.dtype;
   if (codes == DType::e4m3fn) {

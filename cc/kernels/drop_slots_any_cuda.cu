@@ -2,7 +2,7 @@
 //
 // by position   two launches, cc/device/common/slot_order.cuh: a slot's rank among those of its expert decides
 // by weight     the same two launches write slots and the ranks of their weights, by expert, to the workspace;
-//               select, a block an expert: the rank at which `capacity` is full is found digit by digit, in four
+//               select, a block per expert: the rank at which `capacity` is full is found digit by digit, in four
 //               passes over the expert's ranks with a histogram of 256 digits; slots above it are kept, and of those
 //               at it the first ones
 //

@@ -1,10 +1,10 @@
 // Rows gathered by slot, one launch; for large ones whose places are not given a memset and two.
 //
-//   rows      source[4 rows] --/ slots--> 4 vectors of 16 bytes a thread, all under way at once --[* weight]--> result
-//   large     source --> place[slot], the row of the result; then a block per row reads it once and stores it at the
+//   rows      source[4 rows] --/ slots--> 4 vectors of 16 bytes per thread, all under way --[* weight]--> result
+//   large     source --> place[slot], the row of the result; then a block per row reads it once and stores it at all
 //             places of its slots. Rows that no slot or a slot again comes to are listed, and gathered beside; where
 //             the caller gave the places, rows without a slot are looked for in the source beside
-//   columns   a thread an element of the result's rows, 8 of which are under way
+//   columns   a thread per element of the result's rows, 8 of which are under way
 //
 // Neighbouring threads have neighbouring vectors of a row (cc/device/common/row_threads.cuh). Where rows are not whole
 // vectors at multiples of 16 bytes, the largest unit that divides addresses and rows takes their place; the bits are
@@ -33,7 +33,7 @@ using namespace device;
 
 constexpr int64_t kStreamedBytes = int64_t{24} << 20;  // about half an L2 cache
 
-constexpr int kGathered = 4;  // rows a thread
+constexpr int kGathered = 4;  // rows per thread
 
 struct Gather {
   Spread spread;

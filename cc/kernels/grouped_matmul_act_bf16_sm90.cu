@@ -16,7 +16,7 @@
 //   tile               accumulators   ring         slots           registers, 128 + 256 threads
 //   128 x (96 + 96)    192 a thread   5 x 40 KiB   8 x 3 x 1 KiB   40 / 232
 //
-// Kinds that are not gated have 192 result columns a tile and no pairs.
+// Kinds that are not gated have 192 result columns per tile and no pairs.
 #include "cc/api/kernel.h"
 #include "cc/kernels/grouped_matmul_act_bf16_sm90.cuh"
 #include "cc/kernels/kernels.h"

@@ -38,7 +38,7 @@ std::string refuses(const GroupedMatmulAct& c, const Target& target) {
   }
   if (std::string reason = refuses_bias(c.bias, DType::bf16); !reason.empty()) return reason;
   if (!c.low.present() && grouped_matmul_weight_only_sm90.refuses(product_inside(c), target).empty()) {
-    return "leaves products with few rows a group to grouped_matmul_weight_only_sm90";
+    return "leaves products with few rows per group to grouped_matmul_weight_only_sm90";
   }
   return refuses_up(c);
 }

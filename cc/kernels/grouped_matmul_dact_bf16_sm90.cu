@@ -6,7 +6,7 @@
 //   fetcher (a warp): h --TMA--> sets of 64 rows x 64 columns, gate and linear
 //            |
 //   2 consumer warpgroups in turn: wgmma m64n128k16 -> dz; then, set by set, 16 columns at a time
-//            |  h out of the set, t and act' recomputed, dh over h, z beside it, dz * t into two sums a thread
+//            |  h out of the set, t and act' recomputed, dh over h, z beside it, dz * t into two sums per thread
 //            v
 //   storer (a warp): sets --ragged TMA--> dh, z; clipped at the group's last row; the set goes back to the fetcher
 //   row sums: one partial a row and column tile --sum_partials--> [M], in the order of the tiles

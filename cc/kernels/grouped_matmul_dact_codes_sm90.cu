@@ -29,7 +29,7 @@ std::string refuses(const GroupedMatmulDact& c, const Target& target) {
     if (t->present() && t->dtype != DType::bf16) return "takes and gives bfloat16; there is " + describe(*t);
   }
   if (!c.low.present() && grouped_matmul_weight_only_sm90.refuses(product_inside(c), target).empty()) {
-    return "leaves products with few rows a group to grouped_matmul_weight_only_sm90";
+    return "leaves products with few rows per group to grouped_matmul_weight_only_sm90";
   }
   return refuses_dact(c);
 }

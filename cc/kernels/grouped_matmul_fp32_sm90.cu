@@ -131,7 +131,7 @@ struct RowsProduct {
     finish_and_store<WideBias, float, Shape::kCols>(p, work, row, cols, acc, slots, held, [](float (&)[4]) {});
   }
 
-  // Rows [end, end + kTailRows) of the result, by the consumer warps, a warp a row.
+  // Rows [end, end + kTailRows) of the result, by the consumer warps, a warp per row.
   static __device__ void clear_tail(const Params& p, const Work& work, int thread) {
     const int64_t end = p.rows - work.end < kTailRows ? p.rows : work.end + kTailRows;
     for (int64_t row = work.end + thread / 32; row < end; row += kConsumerWarps) {

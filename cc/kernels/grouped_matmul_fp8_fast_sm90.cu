@@ -2,7 +2,7 @@
 // about 14 bits of a sum are kept. The kernel of pipeline.cuh, as for 16-bit rows; two codes take the place of one
 // element.
 //
-//   lhs codes by a ragged map, weight codes [G, N, K] by a packed (or scattered) map, 128 codes a block
+//   lhs codes by a ragged map, weight codes [G, N, K] by a packed (or scattered) map, 128 codes per block
 //            |  ring of blocks: lhs 128 x 128, weights 192 x 128 bytes; shared tiles multicast to the pair
 //            v
 //   2 consumer warpgroups in turn: wgmma m64n192k32, sums in registers

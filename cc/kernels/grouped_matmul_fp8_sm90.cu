@@ -1,8 +1,8 @@
 // Grouped rows on Hopper, 8-bit operands with scales of groups or of blocks of 128: forward and dgrad, partial sums go
 // to fp32 every 128 contracted codes (pipeline_fp8.cuh draws the kernel).
 //
-//   lhs codes by a ragged map, weight codes [G, N, K] by a packed (or scattered) map, 128 codes a block; scales of its
-//   rows [blocks, M] and of its columns [G, N / 128, blocks] word by word
+//   lhs codes by a ragged map, weight codes [G, N, K] by a packed (or scattered) map, 128 codes per block; scales of
+//   its rows [blocks, M] and of its columns [G, N / 128, blocks] word by word
 //            |  ring of blocks; shared tiles multicast to the pair
 //            v
 //   2 consumer warpgroups, 64 rows each: a block's sums by wgmma, += row scale * column scale * sums in fp32

@@ -3,8 +3,8 @@
 //
 //   arrange_rows    rows -> workspace: blocks of 8 rows of one group, zero-filled, in the order in which tensor cores
 //                   read them (few_rows.cuh)
-//   stream_weights  256 weight rows by up to 24 or 48 rows a tile, or 192 by up to 96; 1 block an SM. Groups with more
-//                   rows take several tiles of even height. Starts before rows are arranged (stream_weights.cuh).
+//   stream_weights  256 weight rows by up to 24 or 48 rows per tile, or 192 by up to 96; 1 block per SM. Larger
+//                   groups take several tiles of even height. Starts before rows are arranged (stream_weights.cuh).
 #include <algorithm>
 #include <string>
 
@@ -91,7 +91,7 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
   }
   if (c.accumulate) return "does not accumulate into ragged rows";
   if (groups > kMostGroups) return "takes at most " + std::to_string(kMostGroups) + " groups";
-  if (!few_rows(c)) return "is for few rows a group";
+  if (!few_rows(c)) return "is for few rows per group";
   if (k % (nibbles ? 32 : 16) != 0) return "needs rows of codes of a multiple of 16 bytes: K = " + std::to_string(k);
   if (n % 8 != 0) return "needs result rows of a multiple of 16 bytes: N = " + std::to_string(n);
   if ((c.lhs.dims[0] / kBlockRows + 2 * groups) * (n / 128 + 1) > INT32_MAX) return "takes fewer than 2^31 tiles";

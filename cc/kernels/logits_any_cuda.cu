@@ -3,9 +3,9 @@
 // jitter     a thread has four columns of a token, which share one draw of the random stream
 //
 // sinkhorn   C = exp(logits - the row's largest) --> result; tokens that count --> workspace (an integer sum)
-//            per iteration   block of 64 tokens   a[t] from the row's sum, a warp a token
-//                                                 sums of a[t] C[t, e] over its tokens, a thread a column --> workspace
-//                            a thread a column    b[e] from the blocks' sums, in order
+//            per iteration   block of 64 tokens   a[t] from the row's sum, a warp per token
+//                                                 sums of a[t] C[t, e], a thread per column --> workspace
+//                            a thread per column  b[e] from the blocks' sums, in order
 //            result = a C b, in place
 //
 // 18 to 46 registers (sm_90); 256 bytes of shared memory. C is read twice an iteration, the second time from the L1

@@ -319,7 +319,7 @@ __device__ void store_rows(const Params& p, int64_t first, int rows, const typen
   }
 }
 
-// Zeros in the rows of no group: every CTA takes some, 16 bytes a thread.
+// Zeros in the rows of no group: every CTA takes some, 16 bytes per thread.
 __device__ void clear_tail(const Params& p, int64_t first) {
   const int bytes = bytes_of(p.rows_type) * p.rank;  // of a row, a multiple of 16
   const int64_t begin = first * bytes / 16, end = p.count * bytes / 16;

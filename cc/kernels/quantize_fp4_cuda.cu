@@ -10,19 +10,19 @@
 //     rows:    amax over 4 lanes, scattered so that a lane finds the scales of 4 rows --> factors back by shuffles
 //     columns: (rotated, rounded to bf16 again) a thread has whole blocks: amax, scale and factor without a shuffle
 //     codes:   by the adder (cc/math/e2m1.h), eight a word, signs by byte shuffles of what was read
-//              --> rows, or columns in place: rows change sides between neighbours, four bytes a lane
+//              --> rows, or columns in place: rows change sides between neighbours, four bytes per lane
 //              --> turned: 8 KiB of shared memory, swizzled by 8 bytes --> lines of 64 bytes
 //
 // A group's factors, one for each scale, stand in a table: a division for each of them, not for each block. Tiles
 // have 16 x 1024 values, so that memory is read and written in long runs and the ends of groups waste little; where
-// columns are turned, 128 x 128. 32 KiB of values, 1 of factors, 9 of turned codes and scales, 12 bytes a group.
+// columns are turned, 128 x 128. 32 KiB of values, 1 of factors, 9 of turned codes and scales, 12 bytes per group.
 //
 // Instructions bind it as much as memory: 13 a value for one form, 21 for both, of about 18 and 21 in the time that
 // 2.56 and 3.13 bytes take; stochastic rounding is bound by them alone.
 //
-// fp32 values: the same tiles, 8 KiB a warp and 64 registers of values, so 2 blocks an SM (128 registers); a lane loads
-// what it will hold. Rotated ones are not rounded. 4.56 and 5.13 bytes a value. Members of a list that are not aligned
-// are read value by value (copy_lines).
+// fp32 values: the same tiles, 8 KiB per warp and 64 registers of values, so 2 blocks per SM (128 registers); a lane
+// loads what it will hold. Rotated ones are not rounded. 4.56 and 5.13 bytes per value. Members of a list that are not
+// aligned are read value by value (copy_lines).
 #include <string>
 #include <type_traits>
 
@@ -50,7 +50,7 @@ __device__ inline uint32_t signs_of(uint32_t even, uint32_t odd) {
   return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
 }
 
-// Where a thread's codes of one form go, two bytes a row: of the first `count` rows, `pitch` bytes apart.
+// Where a thread's codes of one form go, two bytes per row: of the first `count` rows, `pitch` bytes apart.
 struct Lines {
   uint8_t* to;
   int64_t pitch;

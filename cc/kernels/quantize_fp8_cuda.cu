@@ -5,20 +5,20 @@
 // group, 256 threads with 8 columns of 8 rows each. Current scaling has a launch before, of which only amaxes remain;
 // the second one then starts from the last tile.
 //
-//     cp.async, 16 bytes a row --> own part of shared memory --> 32 registers --> amaxes, two values a word
+//     cp.async, 16 bytes per row --> own part of shared memory --> 32 registers --> amaxes, two values a word
 //                 ^ the next tile's, as soon as this one's are in registers: no other thread reads them, no barrier
 //     rows:    amax over 16 lanes (4 for blocks of 32), scattered so that each lane finds the scale of one row
-//              --> scales back by shuffles --> codes, 8 bytes a row and lane
+//              --> scales back by shuffles --> codes, 8 bytes per row and lane
 //     columns: amax over the 8 warps through shared memory, a scale a thread --> codes of two rows a conversion
 //              --> turned: 16 KiB of shared memory, swizzled by 8 bytes --> lines of 128 bytes
 //
-// 32 KiB of raw values, 16 of turned codes, 4 of amaxes and factors, 8 or 12 bytes a group; 4 blocks an SM (64
+// 32 KiB of raw values, 16 of turned codes, 4 of amaxes and factors, 8 or 12 bytes per group; 4 blocks per SM (64
 // registers) keep 128 KiB in flight, 2 (128 registers) 64 KiB where both forms are made. Bound by memory: 3.03 bytes a
 // value for one form, 4.06 for both.
 //
-// fp32 values: the same tiles, 64 KiB and 64 registers of values, so 2 blocks an SM (128 registers) for all forms. A
+// fp32 values: the same tiles, 64 KiB and 64 registers of values, so 2 blocks per SM (128 registers) for all forms. A
 // thread's 8 columns are 32 bytes of a row there, of which a warp would read half sectors: its lanes load a row in
-// turn, 512 bytes, and find their own in the warp's 8 KiB, swizzled by 16 bytes. 5.03 and 6.06 bytes a value.
+// turn, 512 bytes, and find their own in the warp's 8 KiB, swizzled by 16 bytes. 5.03 and 6.06 bytes per value.
 // Members of a list that are not aligned are read value by value (copy_lines). Of gathered rows eight lanes find the
 // places, one row each, before the tile's copies start.
 #include <string>

@@ -7,16 +7,17 @@
 //
 //     sizes  --32 at a time, two sums over the warp--> the first row that no group owns
 //                                                          |
-//     source --8 x ld.global.nc, 16 bytes a lane --> 32 registers; zeros from that row on and past the width
+//     source --8 x ld.global.nc, 16 bytes per lane --> 32 registers; zeros from that row on and past the width
 //        --> amaxes of 8 rows, two a word --> over 16 lanes (4 for blocks of 32), scattered so that each lane finds the
-//            scale of one row (two) --> factors back by shuffles --> codes, 8 bytes a row and lane
+//            scale of one row (two) --> factors back by shuffles --> codes, 8 bytes per row and lane
 //
 // Gathered rows: eight lanes find a row each, and all load from there.
 //
-// No shared memory, no barrier, no workspace. 64 registers, so that 4 blocks an SM have 128 KiB under way: by
+// No shared memory, no barrier, no workspace. 64 registers, so that 4 blocks per SM have 128 KiB under way: by
 // estimate several times what the latency of memory asks for, so there is room for every warp to read the sizes again.
-// Meant to be bound by memory: 3.03 bytes a value, and about 10 issue slots in time for 21. Of fp32 values a lane reads
-// 32 bytes of a row by two loads, the second out of the L1 cache; 2 blocks of 128 registers have as much under way.
+// Meant to be bound by memory: 3.03 bytes per value, and about 10 issue slots in time for 21. Of fp32 values per lane
+// reads 32 bytes of a row by two loads, the second out of the L1 cache; 2 blocks of 128 registers have as many bytes
+// under way.
 #include <string>
 
 #include "cc/api/operands.h"

@@ -1,4 +1,4 @@
-// Scores of experts and the choice of k of them, a warp a token and one launch.
+// Scores of experts and the choice of k of them, a warp per token and one launch.
 //
 //   logits --lane i: experts i, i + 32, ...--> max, exp, sum over the warp --> scores
 //                                                                                |
@@ -9,11 +9,11 @@
 //                          parts summed in the order of slots --> weights, experts
 //
 // No shared memory and no barrier; loops over experts are unrolled, so that arrays stay in registers:
-//   experts up to           32   64  128  256  512  1024
-//   registers (sm_90)       32   32   40   60   96   178      nothing is spilled
-//   warps a multiprocessor  64   64   48   32   20     8
-// Predicted for T = 8192, E = 128, k = 8 on an H200: about 650 instructions a token, 27 of them a round of the choice,
-// 6.5 us; the bytes, 4 MiB, take 1 us of it.
+//   experts up to             32   64  128  256  512  1024
+//   registers (sm_90)         32   32   40   60   96   178      nothing is spilled
+//   warps per multiprocessor  64   64   48   32   20     8
+// Predicted for T = 8192, E = 128, k = 8 on an H200: about 650 instructions per token, 27 of them a round of the
+// choice, 6.5 us; the bytes, 4 MiB, take 1 us of it.
 #include <string>
 
 #include "cc/device/common/expert_scores.cuh"
@@ -116,7 +116,7 @@ __device__ Slot choose(const Problem& p, int64_t token, const float (&raw)[kPer]
   return mine;
 }
 
-// Blocks that should fit a multiprocessor: 40 registers a thread for few experts, 64, 96 and 255 for more.
+// Blocks that should fit a multiprocessor: 40 registers per thread for few experts, 64, 96 and 255 for more.
 constexpr int route_blocks(int per_lane) { return per_lane <= 4 ? 12 : per_lane <= 8 ? 8 : per_lane <= 16 ? 5 : 2; }
 
 template <int kPer>

@@ -2,7 +2,7 @@
 //
 //   slopes   a warp a sequence: sequences with tokens are counted, then slopes, and their product with prob_sums summed
 //            in the order of lane_sum --> workspace
-//   losses   one warp: four sums over sequences, one a lane, in order
+//   losses   one warp: four sums over sequences, one per lane, in order
 //
 // Up to 32 sequences are one block, whose first warp is the one of the losses; of more, losses are a second launch. On
 // Hopper either begins beside what comes before it and waits. 32 and 30 registers (sm_90); 32 bytes of shared memory.

@@ -1,11 +1,11 @@
 // Sums over the tokens of sequences, of which a router's losses are made, in the order that cc/math/routing.h gives.
 //
-//   sum_runs       a block a run of 8 tokens, a warp a token
+//   sum_runs       a block per run of 8 tokens, a warp per token
 //     logits --lane i: experts i, i + 32, ...--> max, exp, sum over the warp --> probs, logsumexp, entropy
 //                                                                                |
 //                                                 [8 tokens, E + 3] in shared memory
 //                                                                                |
-//                     a thread a column adds the tokens in order, and stores where a sequence or the run ends
+//                     a thread per column adds the tokens in order, and stores where a sequence or the run ends
 //                                                                                --> workspace, row w + s
 //     further blocks, 256 tokens each: experts --> counters in shared memory, of the sequence of the first token;
 //                                      slots of others count in the result
@@ -18,11 +18,11 @@
 // scan of their sizes comes before both.
 //
 // Nothing is spilled. sum_runs, 32 bytes of shared memory per expert and a few more:
-//   experts up to           32   64  128  256  512  1024
-//   registers (sm_90)       28   28   38   56   80   162
-//   warps a multiprocessor  64   64   48   32   24     8
-// add_partials: 54 registers, 4.6 KiB, one block of 1024 threads a multiprocessor.
-// T = 8192, E = 128, S = 1 on an H200: 8.1 and 4.3 us. A warp a run, with its tokens one after the other, took 13.1.
+//   experts up to             32   64  128  256  512  1024
+//   registers (sm_90)         28   28   38   56   80   162
+//   warps per multiprocessor  64   64   48   32   24     8
+// add_partials: 54 registers, 4.6 KiB, one block of 1024 threads per multiprocessor.
+// T = 8192, E = 128, S = 1 on an H200: 8.1 and 4.3 us. A warp per run, with its tokens one after the other, took 13.1.
 #include <algorithm>
 #include <string>
 
@@ -82,7 +82,7 @@ __device__ void store_token(Score score, int count, float (&values)[kPer], float
 
 __device__ bool counts(const Problem& p, int64_t token) { return !p.mask || p.mask[token] != 0; }
 
-// Counts the slots of the tokens from `first` on, one a thread.
+// Counts the slots of the tokens from `first` on, one per thread.
 __device__ void count_slots(const Problem& p, int64_t first, int* own_counts) {
   const int64_t all = tokens_of_all(p.sequences, p.tokens), token = first + threadIdx.x;
   const int own = sequence_of(p.sequences, first), sequence = sequence_of_lane(p.sequences, token);

@@ -1,7 +1,7 @@
 // Dot products of rows with rows, and of rows with their group's vector (row-scale gradients).
 //
 //   scan   one block: offsets into the workspace
-//   dot    a warp a row: 8 products a lane and step, both pairs into one fp32 sum a lane --> tree over the lanes
+//   dot    a warp per row: 8 products per lane and step, both pairs into one fp32 sum per lane --> tree over the lanes
 //
 // No shared memory; about 48 registers: 16 values in flight. The order depends on K and N alone.
 #include <string>

@@ -1,7 +1,7 @@
 // Rows times a factor each, fp32, one rounding.
 //
 //   scan    one block: where the groups end, into the workspace
-//   scale   a warp a row, 8 values a lane: 16-byte load, product, 16-byte store; tail rows are zeroed or left alone
+//   scale   a warp per row, 8 values per lane: 16-byte load, product, 16-byte store; tail rows are zeroed or left alone
 //
 // No shared memory; about 32 registers.
 #include <string>

@@ -1,7 +1,7 @@
 // Delayed scaling, a step of every role and group. State is a few numbers a group, so latency is what it costs: a block
 // has 8 groups of a role and 128 slots of their history at a time, 8 of which a thread loads at once.
 //
-//   history --8 loads a thread in flight--> registers --barrier--> one slot further, over what was read; largest of
+//   history --8 loads per thread in flight--> registers --barrier--> one slot further, over what was read; largest of
 //   each group by shuffles and shared memory --> new scale
 //
 // 32 KiB of registers for 1024 slots of 8 groups, 1 KiB of shared memory.

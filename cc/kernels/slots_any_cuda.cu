@@ -1,11 +1,11 @@
 // Where the slots of tokens go: counts per expert, the order of rows, and experts by token id.
 //
-// count_experts   clear --> 1024 slots a block, counted in shared memory if 8192 counters suffice, else in the result
+// count_experts   clear --> 1024 slots per block, counted in shared memory if 8192 counters suffice, else in the result
 // sort_slots      two launches, cc/device/common/slot_order.cuh; the last one writes padding and the tail as well, so
 // every
 //                 place of the results is written once
-// pad_groups      a scan of the sizes, then a thread a row of both maps finds its group by bisection
-// hash_experts    a thread a token: its row of the table, or its draws
+// pad_groups      a scan of the sizes, then a thread per row of both maps finds its group by bisection
+// hash_experts    a thread per token: its row of the table, or its draws
 //
 // Registers and shared memory (sm_90): count_chosen 26, 33 KiB; count_slots 32, 32 KiB; place_slots 64, 41 KiB, one
 // block of 1024 threads a multiprocessor; map_padded 18; hash_tokens 32, and 144 bytes of local memory for the draws.

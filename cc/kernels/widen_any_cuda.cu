@@ -1,12 +1,12 @@
 // Codes times scales of blocks, written as plain numbers: the pass in front of a product whose kernel reads no codes.
 //
 //   codes --8 a thread and step, kAhead steps in flight--> registers: to fp16 (exact), to fp32, * scale, one rounding
-//         --16 or 32 bytes a thread--> memory
+//         --16 or 32 bytes per thread--> memory
 //
 // Neighbouring threads take neighbouring pieces of 8, so that both sides are whole lines; no shared memory. The usual
 // case, whole pieces to bfloat16 with narrow scales, has a kernel for each pair of types, which takes both operands of
-// a product in one launch: 4 to 6 instructions an element, where 20 would show beside the memory. Everything else
-// (edges, fp32, turned rows) goes to one that asks at run time, with 256 threads, 4 blocks an SM and at most 64
+// a product in one launch: 4 to 6 instructions per element, where 20 would show beside the memory. Everything else
+// (edges, fp32, turned rows) goes to one that asks at run time, with 256 threads, 4 blocks per SM and at most 64
 // registers.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

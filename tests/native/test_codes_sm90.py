@@ -26,7 +26,7 @@ built = pytest.mark.skipif(CODES[CALLS[0]] not in _native.kernels()[CALLS[0]], r
 FORMATS = ("mxfp4", "nvfp4", "nvfp4_2d", "mxfp8", "mxfp8_2d", "fp8_tensor")
 # Tiles that are full and that are not in each direction, with each number of rows that a tile may multiply; rings of
 # stages that turn over several times; groups with odd numbers of row tiles, whose last pair of tiles shares its rows;
-# more rows a group than the kernel for few rows takes.
+# more rows per group than the kernel for few rows takes.
 LONG = cases.Case("long", (340, 0, 515, 1000), 1860, 1056, 416, frozenset())
 SHORT = cases.Case("short", (1, 460, 0, 700), 1165, 96, 64, frozenset())
 WIDE = cases.Case("wide", (1290, 40), 1330, 192, 2080, frozenset())

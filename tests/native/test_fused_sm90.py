@@ -17,7 +17,7 @@ each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 each_layout = pytest.mark.parametrize("transposed", [False, True])
 
-# Several row tiles a group, odd and even; a tail.
+# Several row tiles per group, odd and even; a tail.
 SIZES = (0, 1, 64, 65, 128, 129, 300, 0, 40)
 # Columns of hidden: a full tile of columns, edge tiles of each width, less than a box.
 WIDTHS = (16, 128, 192, 272, 320, 448, 576)

@@ -417,7 +417,7 @@ def test_one_pass_from_activation_to_codes(arch, format, kind):
                 fits = arch == "sm_80" or call is forward or groups <= 190 or not large
                 assert (plan.kernel == name) == fits, plan.refusals
                 if not fits:
-                    reason = f"bytes of shared memory a block, which has 101376 on {arch}"
+                    reason = f"bytes of shared memory per block, which has 101376 on {arch}"
                     assert reason in dict(plan.refusals)[name]
 
 

@@ -268,5 +268,5 @@ def test_shares_of_experts_are_not_above_one():
     """Else counts times slots would leave 64 bits."""
     call = next(call for call in EVERY if call.name == "quantile_bias")
     for slots in (G0 + 1, 2**31 - 1):
-        with asserts.refused(ValueError, [f"slots: {slots}", "at most one an expert"]):
+        with asserts.refused(ValueError, [f"slots: {slots}", "at most one per expert"]):
             plans.attempt(with_params(call, slots=slots), "cpu")

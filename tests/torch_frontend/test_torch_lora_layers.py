@@ -405,7 +405,7 @@ def test_merged_weights_are_rounded_once(form: str, listed: bool, base: str):
         assert layer.recipe is None
         assert "lora" not in repr(layer)
     y = p().detach().double().numpy()
-    # Norms: each of the two results has the error of one rounding of weights or rows a product.
+    # Norms: each of the two results has the error of one rounding of weights or rows per product.
     far = ((y - before)[:VALID] ** 2).sum() ** 0.5 / (before[:VALID] ** 2).sum() ** 0.5
     assert far < bounds.MERGED[dtype]
 

@@ -196,10 +196,10 @@ __device__ inline void store_halves(const HiddenRows& h, int64_t row, int column
   }
 }
 
-// ---- Who computes what: a team of threads a row, a fixed number for a width.
+// ---- Who computes what: a team of threads per row, a fixed number for a width.
 
 constexpr int kTeamThreads = 256;  // of a block
-constexpr int kTeamSteps = 8;      // fewest steps a row for which more threads join
+constexpr int kTeamSteps = 8;      // fewest steps per row for which more threads join
 
 inline int team_size(int64_t width) {
   int team = 32;

@@ -32,7 +32,7 @@ using OfDevices = std::atomic<bool>[kMaxDevices];
 void allow_shared_memory(const void* kernel, int bytes, OfDevices& done);
 void prefer_shared_memory(const void* kernel, int bytes, OfDevices& done);
 
-// Lets kKernel use `bytes` of dynamic shared memory: asked of the driver once a kernel and device.
+// Lets kKernel use `bytes` of dynamic shared memory: asked of the driver once per kernel and device.
 template <auto kKernel>
 void allow_shared_memory(int bytes) {
   static OfDevices done = {};

@@ -1,6 +1,6 @@
 // Products of ragged rows and contractions over them by `mma.sync`, for operands of 1, 2 or 4 bytes in shared memory.
 //
-//   128 threads, 2 blocks an SM, which draw tiles from a counter:
+//   128 threads, 2 blocks per SM, which draw tiles from a counter:
 //     copy k+2 --cp.async--> ring[3] of (lhs 8 KiB, rhs 8 KiB) --ldmatrix--> 64x64 a warp, mma.sync --> epilogue
 //     or k+3             --> ring[4] of (lhs 8 KiB, rhs 4 KiB)           --> 64x32 a warp where stages are summed apart
 //     the next tile's early stages are copied while the last is stored through the stage behind them

@@ -66,7 +66,7 @@ struct TurnedShared : Shared<kFrom> {
   alignas(16) uint8_t scales[kWarpColumns][kWarps];
 };
 
-// 16 bytes a lane: half of the lanes have a row of 16-bit values, all of them one of fp32 values.
+// 16 bytes per lane: half of the lanes have a row of 16-bit values, all of them one of fp32 values.
 template <DType kFrom, bool kTall>
 __device__ inline void load_tile(const FineLaunch& p, const SourceTile& tile, Shared<kFrom>* s) {
   constexpr int kLanes = 8 * kBytes<kFrom>, kStep = 32 / kLanes, kValues = 16 / kBytes<kFrom>;  // of a row, of a lane

@@ -10,7 +10,7 @@ namespace device {
 constexpr int kVector = 8;  // columns, and rows, of a thread
 constexpr int kLanes = kStoreColumns / kVector;
 constexpr int kWarpRows = kStoreRows / kStoreWarps;
-static_assert(kWarpRows == 2 * kVector && kLanes == 16, "a warp has two threads a column vector");
+static_assert(kWarpRows == 2 * kVector && kLanes == 16, "a warp has two threads per column vector");
 
 constexpr int kRows = 1, kColumns = 2;  // forms
 

@@ -1,5 +1,5 @@
-// Few rows a group: blocks of 8 rows of one group in the order in which tensor cores read them, where groups and their
-// tiles start, and the items that tiles are worked through by.
+// Few rows per group: blocks of 8 rows of one group in the order in which tensor cores read them, where groups and
+// their tiles start, and the items that tiles are worked through by.
 #pragma once
 
 #include <cuda.h>
@@ -71,7 +71,7 @@ __device__ uint4 in_pairs(uint4 x) {
 }
 
 // A run of slabs of blocks, one after the other. Where there are few, each multiprocessor has one block of the grid,
-// and the product's blocks, which may start meanwhile, find room beside: 32 registers a thread. Thread (part, row, q)
+// and the product's blocks, which may start meanwhile, find room beside: 32 registers per thread. Thread (part, row, q)
 // moves the 8 k of a row from 32 q + 8 part on, which lane q of a quad multiplies.
 template <bool kNibbles>
 __global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid_constant__ FewRowsParams p) {

@@ -13,7 +13,7 @@ constexpr int kCodesPerElement = 2;
 constexpr int kBlockCodes = kCodesPerElement * kBlockK;  // of one stage, and of one scale
 constexpr int kPartCols = 64;                            // columns of a tile that never straddle blocks of 128
 
-// A stage's scales, 4 bytes each: one a row of the tile, then one a column, or one for each kPartCols of them.
+// A stage's scales, 4 bytes each: one per row of the tile, then one per column, or one for each kPartCols of them.
 GROUPED_HOST_DEVICE constexpr int stage_scale_bytes(int cols) { return 4 * (kTileRows + cols); }
 GROUPED_HOST_DEVICE constexpr uint32_t stage_row(uint32_t row) { return 4 * row; }
 GROUPED_HOST_DEVICE constexpr uint32_t stage_column(uint32_t column) { return 4 * (kTileRows + column); }

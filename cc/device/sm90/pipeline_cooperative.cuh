@@ -1,5 +1,5 @@
-// The pipeline of 16-bit products with long sums, in the shell of shell.cuh: CTA pairs, 128 rows by 256 columns a tile,
-// which both consumer warpgroups share.
+// The pipeline of 16-bit products with long sums, in the shell of shell.cuh: CTA pairs, 128 rows by 256 columns per
+// tile, which both consumer warpgroups share.
 //
 //   warpgroups 1, 2       all 128 rows by 128 columns each: wait full -> 4 k16 steps of wgmma, 2 x 64 rows -> empty of
 //                         the block before; then each stores its part, while the other may still multiply
@@ -10,7 +10,7 @@
 //
 // Rows cross L2 and the chip once for 256 columns instead of 192: a seventh less energy for operands on their way to
 // shared memory, which is a third of what a product takes. In turn only as much of a store is hidden as one warpgroup
-// runs ahead of the other, about 4000 cycles a tile; so it pays where sums are long (docs/kernels.md).
+// runs ahead of the other, about 4000 cycles per tile; so it pays where sums are long (docs/kernels.md).
 #pragma once
 
 #include "cc/device/sm90/pipeline.cuh"

@@ -1,5 +1,5 @@
 // The pipeline of products whose weights come as 4-bit codes, in the shell of shell.cuh: CTA pairs, 256 rows by 128
-// columns a tile, operands swapped (layout_swapped.cuh).
+// columns per tile, operands swapped (layout_swapped.cuh).
 //
 //   loader                rows, of which a pair shares a tile, and codes, each CTA its own. Where the last column of
 //   tiles

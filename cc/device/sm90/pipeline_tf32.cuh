@@ -1,4 +1,4 @@
-// The pipeline of the fp32 products on tf32 tensor cores, in the shell of shell.cuh: single CTAs, 256 rows a tile.
+// The pipeline of the fp32 products on tf32 tensor cores, in the shell of shell.cuh: single CTAs, 256 rows per tile.
 // wgmma reads tf32 from shared memory K-major only and wants it rounded or split, so the operands take two ways:
 //
 //   warpgroup 1           rhs: wait full -> a thread reads its column's 32 k, rounds or splits them, writes them

@@ -126,7 +126,7 @@ __device__ inline void finish_and_store(const Params& p, const Work& work, int r
 }
 
 // Zeros in `width` bytes of each of the kTailRows rows from work.end on, which are `pitch` bytes apart: half of the
-// rows a CTA, by its consumer warps, a warp a row.
+// rows per CTA, by its consumer warps, a warp per row.
 __device__ inline void clear_rows(const RowsParams& p, const Work& work, uint32_t rank, int thread, uint8_t* result,
                                   int64_t width, int64_t pitch) {
   const int64_t first = work.end + rank * (kTailRows / 2);
