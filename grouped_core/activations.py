@@ -20,7 +20,7 @@ from grouped_core.literals import Literal, fields_of, literal
 
 Array = NDArray[np.float64]
 Parameter = Any
-"""A float; `...` for the default of the kind, and None where the kind has none (or, as `limit`, does not clamp)."""
+"""A float, or `...` for the kind's default. None: the kind does not have this parameter; for `limit`, no clamp."""
 
 _POSITIVE = ("limit", "beta1", "beta2")
 _PARAMETERS = ("alpha", "limit", "offset", "beta1", "beta2")
@@ -47,7 +47,8 @@ class Kind:
         gated: whether it multiplies a function of the gate half by the linear half; other kinds read the whole of h.
         formula: value and derivatives.
         defaults: default values of its parameters.
-        case_of: the kind that computes it, with the parameters `fixed` added to its own; "" is the kind itself.
+        case_of: the kind of which this one is a special case: that kind computes it, with the parameters `fixed` added
+            to those of this one. "": it is not a special case.
     """
 
     gated: bool
@@ -167,7 +168,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ),
     }
 )
-"""Every kind by name: those of cc/math/activation.h in its order, then cases of them."""
+"""Every kind by name: first those of cc/math/activation.h, in the order of that file, then the special cases."""
 
 PLAIN_KINDS = tuple(name for name, kind in KINDS.items() if not kind.gated)
 """Kinds that read the whole of h."""
@@ -191,8 +192,8 @@ class Activation(Literal):
     Attributes:
         kind: a name of `KINDS`.
         alpha: factor inside the logistic function of the quick kinds.
-        limit: clamp of the gate from above and of the linear half on both sides; None clamps nothing. It clamps the
-            gate's column, in `silu_clamped_glu` what silu makes of it.
+        limit: bound of the gate half from above and of the linear half on both sides; None: no bound. The gate half is
+            clamped before its function is applied, except in `silu_clamped_glu`, which clamps the result of silu.
         offset: added to the linear half after its clamp.
         beta1, beta2: ranges of the two tanh of `situ_glu`.
         interleave: block s in which gate and linear columns alternate; None: all gate columns, then all linear ones.
@@ -278,7 +279,7 @@ _FIELDS = fields_of(Activation)
 
 
 def resolve(activation: str | Activation) -> Activation:
-    """The `Activation` itself, or for the name of a kind the one with its default parameters."""
+    """`activation` itself if it is an `Activation`; for the name of a kind, that kind with default parameters."""
     return activation if isinstance(activation, Activation) else Activation(activation)
 
 
@@ -292,7 +293,7 @@ def interleave(weight: Any, block: int, *, axis: int = -1) -> Any:
             computed with them.
 
     Raises:
-        ValueError: the axis is odd or there is none of that number, or the block does not divide its half.
+        ValueError: the axis does not exist, its length is odd, or the block does not divide half of that length.
         TypeError: the weight is no array, or the block no integer.
     """
     return _swap_blocks(weight, block, axis, blocked=False)

@@ -1,7 +1,7 @@
 """Native calls: the operands, parameters and results of each.
 
 A `Call` is made from shapes and dtypes only, at trace time. Its slots and parameters are those of cc/api/calls.h
-(`grouped_core/schema.py`), which give the specs of whatever its operands determine.
+(`grouped_core/schema.py`). Every spec that follows from the given operands is derived from that schema.
 
 Letters: G groups, M rows, K in, N out.
 """
@@ -110,8 +110,8 @@ FUSED = ("grouped_matmul_act", "grouped_matmul_dact")
 """Calls that fuse a product and an activation."""
 
 Given = ArraySpec | str | bool | None
-"""What the maker of a call says of a slot: its spec; its dtype, or True, where the rest follows from the schema and
-from the letters that other slots have; False or None: absent."""
+"""What `new_call` is told about a slot: its spec; or its dtype, if the shape follows from the schema and from the axes
+of other slots; or True, if the dtype follows from the schema too. False or None: the slot is absent."""
 
 
 def new_call(
@@ -125,9 +125,9 @@ def new_call(
     """The call `name`.
 
     Args:
-        operands: by slot; those without are absent.
-        results: by slot, or of the only result. Without an entry they are present unless they are optional.
-        lengths: of the letters that no operand has which is given as a spec.
+        operands: by slot; a slot without an entry is absent.
+        results: by slot, or one value for all results. A result without an entry is present unless it is optional.
+        lengths: the lengths of the letters that occur in no operand given as a spec.
     """
     known = schema(name)
     given = dict(results) if isinstance(results, Mapping) else dict.fromkeys(known.outputs, results)
@@ -170,10 +170,10 @@ def _spec(slot: Slot, given: Given, letters: Mapping[str, int]) -> ArraySpec | N
 
 
 def _wishes(name: str, implementation: str) -> str:
-    """The entries of `implementation` for the call `name`: its own kernels, and the names of kinds of kernels.
+    """The entries of `implementation` that concern the call `name`: its own kernels, and names of kinds of kernels.
 
-    The result is empty, and dispatch chooses, where every entry is for other calls. "composed" is a kind that only
-    fused calls have.
+    If every entry concerns other calls, the result is empty, and dispatch chooses the kernel. Only fused calls have
+    kernels of the kind "composed".
     """
     if not implementation:
         return ""
@@ -331,7 +331,7 @@ def low_rank_grads(
     rows_hint: int = 0,
     implementation: str = "",
 ) -> Call:
-    """What the second factor of a low-rank adapter makes of the gradient `rows` [M, N], in one pass over it.
+    """Gradients of both operands of an adapter's second product, from one pass over its gradient `rows` [M, N].
 
     rows_grad [M, R] = rows @ factor[g]^T, and factor_grad = sum over each group's rows of outer(low_rows[r], rows[r]),
     shaped as the factor: [G, R, N] (`factor_axis` 2, that of N), or [G, N, R] (1). `dtypes`: of both results. `table`:
@@ -547,7 +547,7 @@ def grouped_matmul_act(
 
 
 def _hidden_grads(dtype: str, wanted: tuple[bool, bool, bool]) -> dict[str, Given]:
-    """The results of gradients at the hidden rows, of `dtype` where they are not sums."""
+    """The gradients at the hidden rows that `wanted` asks for; `dtype`: of all but the row sums, which are float32."""
     return dict(zip(RESULTS["activation_grad"], (wanted[0] and dtype, wanted[1] and dtype, wanted[2]), strict=True))
 
 
@@ -715,8 +715,8 @@ def quantize(
         format, forms, encode, amax, merge, key, stream: as in `QuantizedResult`.
         table: weights are given by a table of addresses. skip: a flag that skips the call is given.
         reuse: results are written into the caller's buffers.
-        gather: how many rows, and how many places of `source` [T, X] each of its rows has: row r is then that of place
-            places[r], or zeros.
+        gather: (number of rows, k). Row r is then row places[r] // k of `source` [T, X], or zeros if there is no such
+            row.
     """
     rows, slots = gather or (source.shape[0], 1)
     groups = group_sizes.shape[0] if group_sizes is not None else source.shape[0]

@@ -38,7 +38,7 @@ class Files:
     """A checkpoint in one or several safetensors files.
 
     Attributes:
-        entries: the facts of all tensors. notes: its metadata, or None of a foreign one. where: its path.
+        entries: the facts of all tensors. notes: its metadata; None if another library wrote it. where: its path.
     """
 
     entries: dict[str, Facts] = field(default_factory=dict)
@@ -56,7 +56,7 @@ def opened(path: str | os.PathLike[str], prefix: str = "") -> Files:
     """Opens a file, or every safetensors file of a folder.
 
     Args:
-        prefix: only the tensors below this path are taken, without it.
+        prefix: only the tensors below this path are taken, and the path is removed from their keys.
 
     Raises:
         ValueError: a file is damaged, tensors occur twice, or files are missing. OSError: nothing can be read.
@@ -118,11 +118,11 @@ def below(notes: Recorded, prefix: str) -> Recorded:
 
 
 class Model(NamedTuple):
-    """What is to be loaded into.
+    """The module or tree that a checkpoint is loaded into.
 
     Attributes:
-        layout: its layout. entries: the facts of its tensors. activations: of each MLP that knows its own, by place.
-            optional: keys that a checkpoint may lack. formats: of quantised weights, by their key.
+        layout: its layout. entries: the facts of its tensors. activations: by place, the activation of each MLP whose
+            module records one. optional: keys that a checkpoint may lack. formats: of quantised weights, by their key.
     """
 
     layout: Layout
@@ -195,8 +195,8 @@ def loading(
 
 
 def _check_known(notes: Recorded, blocks: Mapping[str, int | None], unknown: str, where: str) -> None:
-    """Refuses to turn the columns of some experts and not those of others, such as the moments of an optimiser, whose
-    order in the model is not known.
+    """Refuses to reorder the columns of some experts if there are others, such as the moments of an optimiser, and the
+    order of their columns in the model is not known.
     """
     for place, recorded_block, wanted in reordered(notes, blocks):
         raise ValueError(
@@ -207,7 +207,7 @@ def _check_known(notes: Recorded, blocks: Mapping[str, int | None], unknown: str
 
 
 def _check_stacked(notes: Recorded, model: Model, blocks: Mapping[str, int | None], where: str) -> None:
-    """Refuses another order of columns of layers that a scan stacked, which no conversion turns."""
+    """Refuses layers that a scan stacked if the order of their columns differs: no conversion can change it."""
     keys = stacked(model.entries, model.layout)
     own = {place: block for place, block in blocks.items() if place in keys}
     for place, recorded_block, wanted in reordered(notes, own):

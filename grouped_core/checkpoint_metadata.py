@@ -33,9 +33,9 @@ class Recorded:
     """The metadata of a checkpoint.
 
     Attributes:
-        order: "gkn" or "gnk". layers: the activation of each MLP by its place; None where it has no gate that matters.
-        groups: the number of all experts. formats: of quantised weights, by their key. ranks: files of the checkpoint.
-        indexed: whether experts have tensors of their own, by place.
+        order: "gkn" or "gnk". layers: by place, the activation of each MLP; None if it has no gate and none was given.
+        groups: by place, the number of experts of all ranks. indexed: by place, whether there is a tensor per expert.
+        formats: of quantised weights, by their key. ranks: the number of files of the checkpoint.
     """
 
     order: str

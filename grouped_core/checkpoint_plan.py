@@ -27,7 +27,7 @@ from grouped_core.layouts import (
 from grouped_core.safetensors_file import Facts
 
 Interleaves = Callable[[str], tuple[int | None, int | None]]
-"""Of an MLP, by its place: the block in which columns alternate in the source and in the target."""
+"""place of an MLP -> the blocks in which its gate and linear columns alternate, in the source and in the target."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class Plan:
     """A whole conversion.
 
     Attributes:
-        moves: in the order of the targets. unused: keys of the source that make nothing. missing: keys of the target
-            that nothing makes. gated: whether an MLP is, by its place. groups: of its experts. units: of the source.
+        moves: in the order of the targets. unused: keys of the source that no move reads. missing: keys of the target
+            that no move writes. gated, groups: by place of an MLP, whether its activation has a gate, and the number of
+            its experts. units: the keys of the source, sorted into layers.
     """
 
     moves: list[Move] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Plan:
 
 
 class Shard(NamedTuple):
-    """The experts of one rank of `ranks`: those from rank G / ranks on."""
+    """The experts of one of `ranks` ranks: G / ranks experts, of which the first has the number rank * G / ranks."""
 
     rank: int
     ranks: int
@@ -79,7 +80,7 @@ def shard_option(shard: tuple[int, int] | None) -> Shard:
     """`shard=` of a public function.
 
     Raises:
-        ValueError: no rank of so many. TypeError: no pair of integers.
+        ValueError: the rank is not one of 0 to ranks - 1. TypeError: it is not a pair of integers.
     """
     if shard is None:
         return WHOLE
@@ -92,10 +93,10 @@ def shard_option(shard: tuple[int, int] | None) -> Shard:
 
 
 def interleave_option(interleave: int | tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
-    """`interleave=` of a public function as that of the source and that of the target.
+    """`interleave=` of a public function as a pair: the block of the source, and the block of the target.
 
     Raises:
-        ValueError, TypeError: neither None nor blocks of 1 or more.
+        ValueError, TypeError: it is not None, an integer of 1 or more, or a pair of these.
     """
     pair = interleave if isinstance(interleave, tuple) else (interleave, interleave)
     for each in pair:
@@ -226,11 +227,13 @@ def plan(
 
     Args:
         targets: the tensors to make; None: those that follow from the sources, in the target's usual form.
-        shard: without targets the place of these experts among all, with targets which of all experts to take.
-        keep: without targets: experts that have tensors of their own keep them.
+        shard: without targets, the rank whose experts the sources hold: they are named by their numbers among those of
+            all ranks. With targets, the rank whose experts are taken out of those of all ranks.
+        keep: only without targets: experts that have separate tensors in the source have them in the result too.
 
     Raises:
-        ValueError: a tensor is ambiguous, incomplete, or has a wrong shape or dtype. KeyError never: see `missing`.
+        ValueError: a tensor is ambiguous, incomplete, or has a wrong shape or dtype. Keys of the target that no source
+            provides raise nothing; they are in `Plan.missing`.
     """
     wanted = None if targets is None else units_of(targets, target, strip=True, places=frozenset())
     places = None if wanted is None else wanted.units.keys()
@@ -458,7 +461,7 @@ class _Maker:
     def _split(
         self, key: str, given: list[Facts], to: list[Step], away: list[Step], names: list[str]
     ) -> tuple[Step, ...]:
-        """The steps; a tensor of all experts may also have them under each other, by its exact shape (CKP-1)."""
+        """The steps. The first two axes of a tensor of all experts may be folded; its exact shape tells (CKP-1)."""
         short = cancelled([*to, *away])
         if self.targets is None or len(given) > 1:
             return short

@@ -215,19 +215,19 @@ _SCALING = re.compile(r"scaling[._](scale|history|top)$")
 
 
 def _check_same_on_all_ranks(made: Plan) -> None:
-    """Refuses what belongs to the experts of a rank, but would be written by rank 0 alone, as other tensors are."""
+    """Refuses adapters and scaling states of experts: they differ between ranks, but only rank 0 would write them."""
     for kind, place in made.units.units:
         for move in made.moves:
             key = move.sources[0]
             own = not move.role and (is_factor(key) or _SCALING.search(key) is not None)
             if own and kind != "shared" and key.startswith(f"{place}." if place else ""):
                 raise ValueError(
-                    f"`{key}` of a checkpoint of several ranks: of the experts of one rank, expected weights, biases "
-                    "and tensors that are the same on all ranks; merge adapters, and save the others apart, or use the "
-                    "framework's own distributed checkpoints."
+                    f"`{key}` of a checkpoint of several ranks: it belongs to the experts of one rank, but is neither "
+                    "a weight nor a bias, expected weights, biases and tensors that are the same on all ranks; merge "
+                    "adapters, and save other such tensors apart, or use the framework's own distributed checkpoints."
                 )
 
 
 def _of_rank(made: Plan, move: Move) -> bool:
-    """Whether a move is of experts, of which each rank has its own."""
+    """Whether a move belongs to experts, which differ between ranks, so that every rank writes its own."""
     return ("mlp", move.place) in made.units.units and bool(move.role)

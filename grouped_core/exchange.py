@@ -31,7 +31,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_spec import as_float
 
 ALIGN = 8
-"""Rows that a budget from a factor is a multiple of, so that the part of each rank is aligned."""
+"""A budget that follows from a factor is a multiple of this many rows, so that the part of each rank is aligned."""
 
 
 SENDS = (None, "tokens", "codes")
@@ -69,12 +69,12 @@ class Exchange:
 
     @property
     def slots_of_row(self) -> int:
-        """j, the experts that a row has at most where it arrives, if no token chooses one twice."""
+        """j, the most experts of the receiving rank that one row can have, if no token chooses an expert twice."""
         return min(self.slots, self.own) if self.once else 1
 
     @property
     def max_rows(self) -> int | None:
-        """Rows of the experts of a rank for which there is room, as many as without `once`; None: one for each slot."""
+        """How many rows the experts of a rank have room for: as many as without `once`; None: one row for each slot."""
         if self.slot_budget is None or self.slot_budget >= self.budget * self.slots_of_row:
             return None
         return self.ranks * self.slot_budget
@@ -93,10 +93,11 @@ def exchange_option(
     """The facts of the exchange that `function` asks for.
 
     Args:
-        budget_factor: a rank sends a rank at most this many times the mean number of rows, rounded up; None: as many as
-            there can be, where no token chooses an expert twice.
-        once: whether a token is sent to a rank once: at most T rows, and T (1 - C(E - E / P, k) / C(E, k)) on average
-            of uniform choices. Otherwise these are T min(k, E / P) and T k / P rows.
+        budget_factor: a rank sends to one rank at most this many times the mean number of rows, rounded up; None: as
+            many as there can be if no token chooses an expert twice.
+        once: whether a token is sent to a rank once, for all its experts there. A rank then sends at most T rows to one
+            rank, and T (1 - C(E - E / P, k) / C(E, k)) on average if choices are uniform. If a token is sent once for
+            each expert, these numbers are T min(k, E / P) and T k / P.
 
     Raises:
         ValueError: ranks do not divide the experts, or the factor is out of range.
@@ -113,7 +114,7 @@ def exchange_option(
 
 
 def _budget(wanted: float | None, most: int) -> int:
-    """B, where so many rows are wanted (None: as many as there can be), of `most` that there can be."""
+    """B: the rows `wanted`, rounded up, but not more than `most`, the rows that there can be; None asks for `most`."""
     most = max(1, most)
     return most if wanted is None else min(most, max(ALIGN, -(-math.ceil(wanted) // ALIGN) * ALIGN))
 
@@ -166,8 +167,8 @@ def format_sent(
         adapted: whether the experts have adapters, which read the tokens themselves.
 
     Raises:
-        ValueError: `send` has another value, or codes are asked for, of a recipe whose scales are not those of single
-            rows or beside adapters.
+        ValueError: `send` has another value; or it asks for codes although the experts have adapters, or the scales of
+            the recipe are not those of single rows.
     """
     if send not in SENDS:
         raise ValueError(
@@ -231,14 +232,14 @@ class Sent(NamedTuple):
     """What a rank sends, and where each slot is in it.
 
     Attributes:
-        sizes: int32 [E], rows per expert that are sent: of each rank in turn, those of its experts. With `once` int32
-            [P], rows per rank.
+        sizes: int32 [E], rows that are sent to each expert, in the order of ranks and of the experts of each rank. With
+            `once` int32 [P], rows that are sent to each rank.
         source: int32 [P B], slot of each row, -1 for none; with `once` the first of its slots.
         experts: int32 [P B j], experts of each row, counted from the first one of the rank that gets it, -1 for none.
-        inverse: int32 [T, k], row of each slot that is the source of one, -1 for the others.
-        dropped: int32 [1], slots with an expert that do not travel.
+        inverse: int32 [T, k], row of each slot that is the `source` of a row, -1 for the other slots.
+        dropped: int32 [1], how many slots have an expert but are not sent.
         probs: float32 [P B j], the weights of these experts, 0 for none; None without weights.
-        entries: int32 [T, k], place of each slot in `experts` and `probs`, -1 for none; None where `inverse` says so.
+        entries: int32 [T, k], place of each slot in `experts` and `probs`, -1 for none; None if it equals `inverse`.
     """
 
     sizes: Array
@@ -251,7 +252,7 @@ class Sent(NamedTuple):
 
 
 def send_order(run: Runner, op: Exchange, experts: Array, weights: Array | None = None) -> Sent:
-    """What goes where of the slots of `experts` [T, k], with `weights` [T, k].
+    """Which slots of `experts` [T, k] are sent in which rows to which ranks, with `weights` [T, k].
 
     The rows are `routing.gather(run, x, sent.source, k)`; results that came back in their places are summed per token
     by `routing.combine(run, rows, sent.inverse, dtype)`. Each is the gradient of the other; that of the weights is
@@ -272,7 +273,7 @@ def send_order(run: Runner, op: Exchange, experts: Array, weights: Array | None 
 
 
 def _cut(run: Runner, op: Exchange, groups: Array, count: int, weights: Array | None) -> Sent:
-    """The order of the slots by group, of `count`, cut into what each rank gets."""
+    """Sorts the slots by group, one of `count`, and cuts this order into the rows that each rank gets."""
     order = routing.order(run, groups, count, op.tokens * op.slots)
     specs = (run.spec(each) for each in (order.sizes, order.source, order.inverse))
     call = routing_calls.send_order(*specs, op.ranks, op.budget, weights=weights is not None)

@@ -137,7 +137,7 @@ class Format(Literal):
 
     @property
     def powers_of_fp4(self) -> bool:
-        """Whether E2M1 codes have power-of-two scales (MXFP4): for weights only; the range exceeds that of float16."""
+        """Whether it is E2M1 codes with power-of-two scales (MXFP4), only for weights; float16 has a smaller range."""
         return self.values == "uint8" and self.rule == "e8m0"
 
     @property

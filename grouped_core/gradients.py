@@ -338,8 +338,8 @@ def main_grads(
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged.
         stream: number of this dy among those that share one key of stochastic rounding.
         quantized_dy: forms of dy that exist already; the one contracted along rows holds c dy.
-        beside: is added to dy W^T. A `Term` has been multiplied by c already where dx is made in one pass, that is, if
-            `reads_values` is false.
+        beside: is added to dy W^T. If `reads_values` is false, dx is made in one pass, so the caller has to multiply a
+            `Term` by c beforehand.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
     With `scale_bias`, c multiplies only the bias: dx = dy W^T, dW_g = sum x^T dy, db_g = sum c dy, dc = <dy, b>.
@@ -455,8 +455,9 @@ def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras:
 
 
 def is_read_as_is(recipe: Recipe, w: Operand) -> bool:
-    """Whether dgrad reads a quantised weight in the form that it has: one along its contracted axis, or else the form
-    that forward reads, widened. Both are exact. Rows that are quantised need the former.
+    """Whether dgrad reads a quantised weight in a form that it already has: the one along the axis that dgrad contracts
+    or, if there is none, the form that forward reads, widened. Both are exact. If dy is quantised, dgrad needs the
+    former, so the result is False.
     """
     return isinstance(w, QTensor) and recipe.dgrad[0].plain and recipe.requantize is None
 
@@ -470,7 +471,7 @@ def rows_for_wgrad(run: Runner, recipe: Recipe, x: Operand, group_sizes: Array, 
 
 
 def measures_late(recipe: Recipe, operand: int) -> bool:
-    """Whether backward finds the amax of x (0) or w (1): forward does not where it reads it without delayed scaling."""
+    """Whether the amax of x (0) or w (1) is found in backward: it is if forward reads it without delayed scaling."""
     return not recipe.forward[operand].delayed
 
 

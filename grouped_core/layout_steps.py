@@ -1,7 +1,7 @@
 """Steps that turn tensors of one layout into those of another: exact moves of values, described without data.
 
-A step takes a list of arrays and gives a list. Its inverse undoes it, and next to each other the two cancel. What a
-frontend has to supply is `Arrays`.
+A step makes a list of arrays from a list of arrays. Two neighbouring steps that undo each other are left out
+(`cancelled`). `Arrays` lists the operations that a frontend has to supply.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Step:
         """The facts of its results.
 
         Raises:
-            ValueError: it does not apply to such arrays; the message has no subject.
+            ValueError: it does not apply to such arrays. The message does not name the tensor; callers add its name.
         """
         raise NotImplementedError
 
@@ -257,13 +257,13 @@ class Only(Step):
 
 @dataclass(frozen=True)
 class Chunk(Step):
-    """Members under each other, (G a, b), become (G, a, b)."""
+    """Splits the first axis, in which the members follow each other: (G a, b) becomes (G, a, b)."""
 
     groups: int
 
     @property
     def inverse(self) -> Step:
-        raise NotImplementedError("a file may have it, nothing is written so")
+        raise NotImplementedError("files with folded axes are read, but never written")
 
     def facts(self, given: list[Facts]) -> list[Facts]:
         return [Facts((self.groups, each.shape[0] // self.groups, *each.shape[1:]), each.dtype) for each in given]
@@ -350,7 +350,7 @@ class View(Step):
 
 @dataclass(frozen=True)
 class Impossible(Step):
-    """Where values would have to be quantised again; it cancels against itself, and is refused otherwise."""
+    """A step that would have to quantise values again: it is refused, unless an equal neighbouring step cancels it."""
 
     reason: str
     detail: int | str | None = None

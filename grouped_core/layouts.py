@@ -39,13 +39,13 @@ class Layout:
         name: its public name.
         turned: whether weights are [in, out] (gkn), not [out, in] (gnk); quantised weights have one layout.
         mlp: ways to write the tensors of an MLP of experts, by role; the first is what is written by default.
-        experts: where the MLP of a mixture-of-experts layer is in it; "" if its tensors are the layer's own.
+        experts: path of the experts' MLP inside a mixture-of-experts layer; "" if its tensors are the layer's own.
         layer: ways to write the layer's other tensors, by role.
         shared: names of the shared expert in the layer. shared_gated: the name if it has a gate; "": the first.
         one: ways to write the tensors of the shared expert, by role; empty: as `mlp`, with an axis of one group.
         parts: endings of the names of quantised parts; empty where the layout has none.
         interleave: block in which gate and linear columns alternate, None for halves, `...` where it may be any.
-        linear: whether a lone grouped linear layer of it is known by `weight0`.
+        linear: whether a grouped linear layer outside of an MLP is recognised, by its tensors `weight0`, `weight1` ...
     """
 
     name: str
@@ -336,7 +336,7 @@ def _table(layout: Layout, kind: str) -> Table:
 
 
 def _matched(keys: Mapping[str, str], table: Table) -> dict[str, dict[str, Role]]:
-    """Roles by the path of their unit. keys: actual keys by the form in which they match.
+    """Roles by the path of their unit. keys: the keys of a checkpoint, by the names that the patterns are matched with.
 
     Raises:
         ValueError: a role is there in two forms.
@@ -377,7 +377,7 @@ def _checked(roles: dict[str, Role]) -> None:
 
 
 class Keys(NamedTuple):
-    """A checkpoint's keys in units, and the others, both by the form in which they match."""
+    """A checkpoint's keys: units by (kind, place), and all other keys by the names that patterns are matched with."""
 
     units: dict[tuple[str, str], Unit]
     rest: dict[str, str]
@@ -392,7 +392,7 @@ def units_of(entries: Mapping[str, Facts], layout: Layout, *, strip: bool, place
             whose weights have the axes of the layout.
 
     Raises:
-        ValueError: two keys or two forms stand for one tensor.
+        ValueError: two keys, or two ways to write them, mean the same tensor.
     """
     keys: dict[str, str] = {}
     for key in entries:
@@ -444,8 +444,8 @@ def units_of(entries: Mapping[str, Facts], layout: Layout, *, strip: bool, place
 
 
 def stacked(entries: Mapping[str, Facts], layout: Layout) -> dict[str, str]:
-    """Experts whose plain weights have an axis of layers in front, as a scan over layers has them: by place, the key of
-    their first weight. They are no units, so no conversion knows where their axes and columns are.
+    """By place, the key of the first weight of experts whose plain weights have an additional first axis, the layers of
+    a scan. They are not units: a conversion does not know where their axes and columns are.
     """
     keys = {stripped(key): key for key in entries}
     layers = {

@@ -142,7 +142,7 @@ _without_arrays = lru_cache(maxsize=256)(BoundRecipe)
 
 
 def check_made_by(function: str, name: str, value: Any, kind: type, maker: str) -> None:
-    """Refuses what another function did, where it is not the `kind` that `maker` returns.
+    """Refuses an argument that has to be a result of the function `maker`, but is not of its class `kind`.
 
     Raises:
         TypeError: it is not.

@@ -83,7 +83,7 @@ class Adapter:
 
 
 def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> Adapter:
-    """The options of a public function as an `Adapter`; `key`: whether one is given is checked, not what it is.
+    """The options of a public function as an `Adapter`. Of `key`, only its presence is checked, not its value.
 
     Raises:
         ValueError: `scaling` is not a finite number, `dropout` is not from 0 to 1 without 1, or a key is given without
@@ -156,7 +156,7 @@ def pair_option(given: Any, name: str = LORA) -> tuple[Any, Any]:
 
 
 def accumulators_option(given: Any, name: str = f"{LORA}_wgrad_accum") -> tuple[Any, Any]:
-    """`lora_wgrad_accum=` of a public function, not text, or a part of it, as those of A and of B.
+    """The accumulators of A and of B from `lora_wgrad_accum=`, other than text, or from its part for one weight.
 
     Raises:
         ValueError: it is neither None nor a pair.
@@ -191,8 +191,8 @@ def check_absent(scaling: Any, dropout: Any, key: Any, accum: Any) -> None:
 
 
 def check_of_layer(lora: Any, of_shared: Any, scaling: Any, dropout: Any, key: Any, accum: Any) -> None:
-    """Refuses options of the adapters of a layer's experts and of its shared one where there are none; accumulators are
-    those of the experts.
+    """Refuses options of adapters if neither a layer's experts nor its shared expert have any, and accumulators if the
+    experts have none.
 
     Raises:
         ValueError: an option is not its default.
@@ -577,7 +577,7 @@ def _product(
 
 
 def _recipe(run: Runner, op: Linear, rows: Array, w: Operand) -> Recipe:
-    """That of products with A and B, and of their gradients: unquantised, whatever that of the base product."""
+    """The recipe of the products with A and B and of their gradients: unquantised, even if the base product is not."""
     of_w: Any = operand_spec(run, w)
     recipe = plain(run.spec(rows).dtype, of_w.dtype)
     return recipe if op.fp32 is None else recipe.at_least(op.fp32)
@@ -590,7 +590,7 @@ def _times(run: Runner, rows: Array, scale: Array | None, group_sizes: Array) ->
 
 
 def merged(run: Runner, adapter: Adapter, w: Array, rows: Array, right: Array, sizes: Array) -> Array:
-    """W + s A B as rows, [G X, Y], rounded once to the dtype of w: the weight that does without the adapter.
+    """W + s A B as rows, [G X, Y], rounded once to the dtype of w: the weight with the adapter merged into it.
 
     Args:
         w: the plain weight as rows: [G, K, N] as [G K, N], [G, N, K] as [G N, K]. rows: A [G, K, r] as [G K, r], or B

@@ -5,9 +5,9 @@
     dz = dy W2^T + drop(v2 A2^T);  dx = dh W1^T + drop(v1 A1^T)
     dA1 = drop(x)^T v1;  dB1 = u1^T dh;  dA2 = drop(z)^T v2;  dB2 = u2^T dy
 
-It is `grouped_core.mlp`, or `grouped_core.routed` for tokens, with these terms beside the products, and with the rows
-that A and B read in place of the operands of the weight gradients. Letters: G groups, M rows, K hidden size of the
-model, F expert width, W columns of h, r rank.
+It runs `grouped_core.mlp`, or `grouped_core.routed` for tokens, adds these terms to their products, and returns the
+operands of the gradients of A and B instead of those of the weight gradients. Letters: G groups, M rows, K hidden size
+of the model, F expert width, W columns of h, r rank.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ NO_NEEDS = LoraMlpNeeds(*[False] * len(LoraMlpNeeds._fields))
 
 @lru_cache(maxsize=1024)
 def base_needs(adapters: Adapters, needs: LoraMlpNeeds) -> MlpNeeds:
-    """The gradients of an MLP without adapters whose computation makes all rows that those of A and B read.
+    """The gradients to request from an MLP without adapters, so that it makes all rows that those of A and B read.
 
     `wi` asks for the unquantised gradient of the hidden rows, `wo` for the activated rows.
     """
@@ -218,7 +218,7 @@ class Adapted(Beside):
         return low
 
     def _backward(self, at: int, dy: Array, group_sizes: Array, *, asked: bool, through: bool) -> Low | Term | None:
-        """The gradient of the rows of A, if it is `asked` for or goes `through` A, and what goes through A."""
+        """Makes v, if `asked` or needed to go `through` A; returns the term drop(v A^T) with `through`, else None."""
         adapter, linear, (a, b) = self.adapters[at], self.linears[at], self._pair(at)
         if adapter is None or not (asked or through):
             return None

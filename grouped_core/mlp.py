@@ -34,7 +34,7 @@ from grouped_core.recipes import Recipe
 
 
 class Beside:
-    """What is added to the four products with the weights of an MLP, and to none of them here; see `lora_mlp`.
+    """Terms that are added to the four products of an MLP with its weights. This base class adds none; see `lora_mlp`.
 
     Attributes:
         reads_x, reads_z: whether the unquantised rows of the first and of the second product are read.
@@ -527,7 +527,7 @@ def at_hidden(
     recipe = second.resolve(z_spec, specs.wo)
     dp = dh = z_amax = wo_amax = None
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and z is None):
-        # The call of forward is repeated, so a weight in two arrays needs no other call; z comes with h.
+        # The call of forward is repeated: it takes a weight in two arrays as well, and makes z along with h.
         again = extras[0]._replace(measure=False)  # forward found the amaxes
         forms = first_forms(run, op, x, wi, group_sizes, again, NO_NEEDS)
         how: dict[str, Any] = {"keep": needs_dz(needs), "low": beside.first(x, group_sizes)}

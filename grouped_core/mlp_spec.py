@@ -126,8 +126,8 @@ class Mlp:
         implementation: pinned kernels, separated by commas; "" lets dispatch choose. A name affects only its own call.
         clear_residuals: tail rows of saved arrays are zero instead of undefined.
         paired: the first weight is two arrays, gate and linear half.
-        keeps_rows: forward keeps rows x as backward reads them; otherwise the caller passes x to backward again.
-        max_rows: of tokens, the number of their rows at most; None: one for each slot.
+        keeps_rows: forward keeps x in the form that backward reads; False: the caller passes x to backward again.
+        max_rows: for tokens, the largest number of their rows; None: one row for each slot.
     """
 
     names: MlpNames

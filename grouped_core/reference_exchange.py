@@ -28,7 +28,7 @@ def exchange(op: Exchange, experts: Sequence[NDArray[Any]]) -> tuple[list[Receiv
     """What every rank receives, and how many slots every rank drops.
 
     Args:
-        experts: of each rank, [T, k] among all experts; others than 0 to E - 1 are none.
+        experts: for each rank [T, k], numbers among all experts; a number outside 0 to E - 1 means no expert.
     """
     several = (op.rows, op.slots_of_row)
     received = [Received(*(np.full(shape, -1) for shape in (op.rows, several, several))) for _ in range(op.ranks)]
@@ -55,8 +55,8 @@ def _rows(op: Exchange, experts: NDArray[Any], slots: NDArray[Any]) -> list[NDAr
 
 
 def with_room(op: Exchange, received: Sequence[Received]) -> tuple[list[Received], int]:
-    """What is left of what ranks receive where the rows of their experts have less room, and how many slots are lost:
-    the last ones in the order of local experts, then rows.
+    """What ranks keep of what they receive if their experts have room for `Exchange.max_rows` rows only, and how many
+    slots are lost: the last ones in the order of local experts, then rows.
     """
     left, lost = [], 0
     for ranks, slots, experts in received:

@@ -126,7 +126,7 @@ def _no_rows(p: Mapping[str, Any], kind: str, source: str) -> Any:
 def _scale_without_rows(
     p: Mapping[str, Any], columns: int, source: str, kind: str, axis: int
 ) -> Callable[[Any], np.float32]:
-    """encode -> the scale of a group without rows, which its given scale alone decides."""
+    """encode -> the scale of a group without rows, which follows from its given quantisation scale alone."""
     none = np.zeros((0, columns), np.float32)
     return cache(lambda encode: _form({**p, "stochastic": 0}, none, source, kind, axis, encode, None).group_scale)
 

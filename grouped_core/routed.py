@@ -1,6 +1,6 @@
 """The experts' MLP of tokens: rows are gathered, run through the MLP, and summed per token.
 
-What is kept for backward are the tokens [T, K], not their rows [M, K]: backward gathers again, with the same bits.
+Forward keeps the tokens [T, K] for backward, not their rows [M, K]; backward gathers them again, with the same bits.
 Letters: T tokens, k experts per token, M rows, T k or fewer (`Mlp.max_rows`), G groups (experts), K hidden size of the
 model, F expert width, W columns of the hidden rows.
 """
@@ -37,13 +37,13 @@ class Forward(NamedTuple):
 
 
 def row_specs(op: Mlp, x: OperandSpec, slots: int, specs: MlpSpecs) -> MlpSpecs:
-    """`specs` of the MLP of the rows of tokens `x` [T, K], which are unquantised where gradients are concerned."""
+    """`specs` with those of the rows of tokens `x` [T, K] and their weights; for gradients, rows are unquantised."""
     rows = row_count(op.max_rows, x.shape[0] * slots)
     return specs._replace(x=ArraySpec((rows, x.shape[1]), x.dtype), probs=ArraySpec((rows,), "float32"))
 
 
 def row_count(max_rows: int | None, slots: int) -> int:
-    """M, the rows that there is room for, of so many slots of tokens."""
+    """M, the number of rows that there is room for, given the number of slots of all tokens."""
     return slots if max_rows is None else min(max_rows, slots)
 
 
@@ -70,7 +70,7 @@ def forward(
     beside: Beside = NOTHING,
 ) -> Forward:
     """y[t] = sum over the slots j of t of the MLP of expert experts[t, j] at x[t], with weights[t, j] as probability.
-    Slots for which there is no room among the rows, the last ones in their order, add nothing.
+    If there is not room for all slots (`Mlp.max_rows`), the last ones in the order of rows add nothing.
 
     Args:
         x: [T, K]; it may be quantised in a format with scales per row, in the form that contracts K.
@@ -131,7 +131,7 @@ def rows_of(run: Runner, x: Operand, source: Array, inverse: Array) -> Any:
 
 
 def _wide_rows(run: Runner, x: Operand, source: Array, inverse: Array, sizes: Array) -> Operand:
-    """The rows of x [T, K] for what quantises them along other axes: dequantised where x is quantised."""
+    """The rows of x [T, K] for a pass that quantises them along another axis: dequantised if x is quantised."""
     if isinstance(x, QTensor):
         return plain_rows(run, rows_of(run, x, source, inverse), sizes)
     return Gathered(x, source, inverse)
@@ -164,7 +164,7 @@ def at_hidden(
     op = keeps_tokens(op)
     gather = rows_of if beside.reads_x else _rows_to_quantize
     rows = None if x is None else gather(run, x, order.source, order.inverse)
-    # Rows that only products read are gathered by what quantises them.
+    # If only products read the rows, the pass that quantises them gathers them too.
     gather = _rows_to_quantize if beside is NOTHING and specs.wo_bias is None else rows_of
     d_rows = gather(run, dy, order.source, order.inverse)
     operands = (rows, h, z, wi, wo, order.sizes, order.probs, wi_bias, wo_bias, d_rows)

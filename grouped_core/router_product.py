@@ -16,10 +16,10 @@ from grouped_core.linear_spec import Linear
 from grouped_core.products import Array, Runner
 
 THREE = "123"
-"""Places of a float32 operand beside one of bf16."""
+"""The parts of a float32 operand that are multiplied with a bf16 operand, in order (`routing_calls.split_parts`)."""
 PAIRS = {"float32": ("112123", "121321"), "bfloat16": ("123", "111")}
-"""Places of a float32 operand and of a router of either dtype; float16 counts as float32. Products of other pairs of
-parts are below 2^-24 of the whole.
+"""By the dtype of the router, where float16 counts as float32: the parts of the gradient of the logits and those of the
+router that are multiplied, pair by pair. Products of other pairs of parts are below 2^-24 of the whole.
 """
 
 
@@ -77,8 +77,8 @@ def router_grads(
     """The gradients of `router_logits` in x and in the router, those of them that `needs` says.
 
     Args:
-        specs: of x [T, H] and of the router as `router_logits` took them. x, router: None unless the other's gradient
-            is needed. d_logits: float32 [T, E].
+        specs: of x [T, H] and of the router as `router_logits` took them. x: read for the gradient of the router,
+            router: read for the gradient of x; None if that gradient is not needed. d_logits: float32 [T, E].
     """
     of_x, of_router = specs
     n_axis = op.weight_axes()[1]

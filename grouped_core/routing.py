@@ -41,8 +41,8 @@ class Chosen(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Losses [3] float32: auxiliary and z-loss, times their coefficients, and the mean entropy; their slopes; and what
-    became of slots.
+    """Losses [3] float32 (auxiliary loss and z-loss, times their coefficients, and the mean entropy), their slopes, and
+    how many slots were dropped.
     """
 
     values: Array
@@ -109,7 +109,7 @@ def _count(run: Runner, experts: Array, sizes: Array, count: int) -> Array:
 
 
 def losses(run: Runner, op: Router, sums: Sums, dropped: Array | None = None) -> Losses:
-    """The losses of `choose`, from its sums or those of all shards, and what it `dropped`."""
+    """The losses of a choice, from the sums of `choose`, perhaps added over shards, and the number of dropped slots."""
     call = routing_calls.router_losses(
         run.spec(sums.probs), op.k, op.aux_coeff, op.z_coeff, dropped=dropped is not None
     )
@@ -194,7 +194,7 @@ def gather(
     """[M, H]: the row of x [T, H] that each slot of `source` belongs to, times the slot's weight if given.
 
     Args:
-        inverse: int32 [T, k], row of each slot, of an `Order`; with it large rows need not look for their places.
+        inverse: int32 [T, k], row of each slot, of an `Order`; kernels for large rows may read it instead of `source`.
     """
     call = routing_calls.gather_rows(run.spec(x), run.spec(source), slots, _spec(run, weights), _spec(run, inverse))
     return run(call, call.arrange(rows=x, source=source, weights=weights, places=inverse))[0]

@@ -179,7 +179,7 @@ def send_order(
 
 @lru_cache(maxsize=1024)
 def rank_slots(experts: ArraySpec, num_experts: int, ranks: int) -> Call:
-    """[T, k]: the rank of each slot's expert, where no slot of the token in front of it has that rank, else -1."""
+    """[T, k]: the rank of each slot's expert, or -1 if an earlier slot of the same token has the same rank."""
     return new_call("rank_slots", {"experts": experts}, params={"num_experts": num_experts, "ranks": ranks})
 
 
@@ -187,9 +187,9 @@ def rank_slots(experts: ArraySpec, num_experts: int, ranks: int) -> Call:
 def row_slots(
     experts: ArraySpec, sent: ArraySpec, num_experts: int, ranks: int, entries: int, *, weights: bool = False
 ) -> Call:
-    """What places [P] of tokens that are sent to a rank once say there: `entries` local experts of each place [P, j],
-    the entry of each slot among all of them [T, k], the number of slots with an expert and without an entry [1], and
-    with `weights` the weight of each entry [P, j].
+    """The local experts of tokens that are sent to a rank once: up to j = `entries` for each place [P, j], the entry of
+    each slot among all of them [T, k], the number of slots that have an expert but no entry [1], and with `weights` the
+    weight of each entry [P, j].
     """
     operands: dict[str, Given] = {"experts": experts, "sent": sent, "places": True, "weights": weights}
     params: dict[str, Param] = {"num_experts": num_experts, "ranks": ranks}

@@ -142,8 +142,8 @@ def _group_limit(
 
 
 def integers(function: str, **numbers: Any) -> tuple[Any, ...]:
-    """Options that count something, as Python integers; None stays. Caches take 2.0 and NumPy's 2 for 2, so a program
-    made for one of these would later run for the other.
+    """Options that count something, as Python integers; None stays None. 2, 2.0 and NumPy's 2 are the same key of a
+    cache, so a program compiled for one of them would otherwise run for another.
 
     Raises:
         TypeError: one is not an integer.
@@ -169,8 +169,8 @@ def _integer(function: str, name: str, value: Any) -> int:
 
 
 def numbers(function: str, **values: Any) -> tuple[float, ...]:
-    """Factors and bounds as Python floats. A kernel takes them as float32, and would turn an infinite one into NaN in
-    results without a word.
+    """Factors and bounds as Python floats. A kernel takes them as float32, and an infinite one would silently lead to
+    NaN in results.
 
     Raises:
         TypeError: one is not a number. ValueError: one is not finite.
@@ -365,7 +365,7 @@ def check_unpermute(y: ArraySpec, rows: int, inverse: ArraySpec, weights: ArrayS
 
 
 def check_experts_held(function: str, routed: int, held: int) -> None:
-    """Refuses weights of another number of experts than the router chooses from: the others would add nothing.
+    """Refuses weights whose number of experts is not that of the router: slots of missing experts would add nothing.
 
     Raises:
         ValueError: the numbers differ.
@@ -390,10 +390,10 @@ def check_shared(function: str, shared: Any, kind: type) -> None:
 
 
 def check_shared_held(function: str, held: int) -> None:
-    """Refuses a shared expert whose weights are those of several.
+    """Refuses weights of a shared expert that hold several experts.
 
     Raises:
-        ValueError: they are.
+        ValueError: they hold several.
     """
     if held != 1:
         raise ValueError(
@@ -403,7 +403,7 @@ def check_shared_held(function: str, held: int) -> None:
 
 
 def check_gate(shape: tuple[Any, ...], *, transposed: bool) -> None:
-    """Refuses the gate of a shared expert that has not one column, a row where it is `transposed`.
+    """Refuses a gate of a shared expert that does not have exactly one column, or one row if it is `transposed`.
 
     Raises:
         ValueError: another shape.

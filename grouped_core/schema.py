@@ -27,7 +27,8 @@ class Slot(NamedTuple):
         shapes: one for each rank that it may have, of letters, numbers, "?" (any length) and "+" (any but 0); empty: it
             may have any.
         dtypes: element types that it may have; empty: that of the slot `type_of`.
-        like: the slot whose shape and dtype it has, or "". beside: the slot that is present where this one is, or "".
+        like: the slot whose shape and dtype it has, or "".
+        beside: the slot that is present if and only if this one is, or "".
     """
 
     name: str

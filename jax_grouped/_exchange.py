@@ -24,7 +24,7 @@ from jax_grouped._run import RUN, differentiable
 from jax_grouped.quantize import StraightThrough
 
 TRANSPORTS = ("all_to_all", "ragged_all_to_all", "ring")
-"""How rows travel: in parts of a static budget, only those that there are, or tokens from rank to rank in a ring."""
+"""How rows travel: padded to a static budget; only the rows in use; or, in a ring, as tokens from rank to rank."""
 
 
 def transport_option(function: str, transport: str, among: tuple[str, ...] = TRANSPORTS) -> str:
@@ -53,7 +53,7 @@ class Way:
         source: int32 [P B], slot of each row. inverse: int32 [T, k], row of each slot. Both of the rows sent.
         sends, recvs: int32 [P, L], rows sent and received per rank and local expert, or [P, 1] per rank; None where
             parts are static.
-        dropped: int32 scalar, slots of this rank that do not travel, and slots that came and have no room.
+        dropped: int32 scalar, the number of slots of this rank that are not sent, plus received slots without room.
     """
 
     source: Any
@@ -69,8 +69,8 @@ class Way:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arrived:
-    """What a rank received: rows [P B, H], and as of tokens with j slots their local experts, int32 [P B, j], -1 where
-    there is none, and their weights, float32 [P B, j].
+    """What a rank received, as if rows were tokens with j slots: rows [P B, H], their local experts, int32 [P B, j], -1
+    for none, and the weights of these experts, float32 [P B, j].
     """
 
     rows: Any
@@ -177,8 +177,8 @@ def _static(rows: Any, axis: Axis, at: int = 0) -> Any:
 def in_a_ring(experts_mlp: Any, x: Any, experts: Any, weights: Any, own: int, axis: Axis) -> Any:
     """float32 [T, H]: sums of each token's experts, with tokens that travel from rank to rank.
 
-    Every rank adds what its experts say of the tokens that visit it; sums travel beside the tokens and come home last.
-    A rank can send tokens on before its experts have read them.
+    Every rank adds the results of its experts for the tokens that have reached it. The sums travel with the tokens; the
+    last step returns them to the ranks of the tokens. A rank can send tokens on before its experts have read them.
 
     Args:
         experts_mlp: of x [T, H], local experts and weights [T, k]. own: experts of each rank.
@@ -202,7 +202,7 @@ def _next(names: tuple[str, ...], ranks: int, array: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rounded_once(dtype: str | None, weight: Any) -> Any:
-    """`weight`, whose gradient is rounded to `dtype`, or to its own, only after those of all its uses were added."""
+    """`weight`; the gradients of all its uses are added before their sum is rounded, to `dtype` or its own dtype."""
     return weight
 
 

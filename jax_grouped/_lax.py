@@ -37,7 +37,7 @@ def ragged_dot_as_lax(
 
     The narrower operand is converted to the dtype of the other (a bfloat16 beside a float16 both to float32), so its
     gradient has its own dtype. The result has the dtype that lax gives it, except that of two 8-bit operands, which is
-    bfloat16. Without `precision`, `jax.default_matmul_precision` counts.
+    bfloat16. Without `precision`, `jax.default_matmul_precision` applies.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `ragged_dot`.
@@ -86,12 +86,12 @@ def _result(x: Any, w: Any) -> Any:
 # The replacing functions.
 
 Chosen = Callable[[], Choice | None]
-"""What is in effect when it is called."""
+"""() -> the replacement that is in effect at the time of the call, or None."""
 LAX = ("lhs", "rhs", "group_sizes", "precision", "preferred_element_type", "group_offset", "out_sharding")
 
 
 def replacing_ragged_dot(original: Callable[..., Any], chosen: Chosen) -> Callable[..., Any]:
-    """What stands for `jax.lax.ragged_dot`."""
+    """The function that replaces `jax.lax.ragged_dot`."""
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         choice = chosen()
@@ -104,7 +104,7 @@ def replacing_ragged_dot(original: Callable[..., Any], chosen: Chosen) -> Callab
 
 
 def replacing_ragged_dot_general(original: Callable[..., Any], chosen: Chosen) -> Callable[..., Any]:
-    """What stands for `jax.lax.ragged_dot_general`."""
+    """The function that replaces `jax.lax.ragged_dot_general`."""
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         choice = chosen()

@@ -131,7 +131,7 @@ def function_of(layer: Any) -> Callable[..., Any]:
     """The function of a layer: `moe`, or `parallel.moe` over its axes.
 
     Raises:
-        ValueError: the layer is spread over devices, and its class has a function of the experts of its own.
+        ValueError: the layer is spread over devices, but its class defines its own function of the experts, `mlp`.
     """
     mlp = getattr(layer, "mlp", None)
     if layer.mesh_axes is None:

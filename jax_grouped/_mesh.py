@@ -150,10 +150,10 @@ def ranks_along(mesh: Any, axis: Axis) -> int:
 
 
 def lay_out(function: str, mesh: Any, arrays: dict[str, Any], specs: dict[str, Any]) -> dict[str, Any]:
-    """`arrays` as `specs` split them, on a mesh with Explicit axes: replicated ones are cut, which moves no data.
+    """`arrays`, sharded as `specs` say if the mesh has Explicit axes: a replicated array is cut, which moves no data.
 
     Raises:
-        ValueError: an array is sharded differently; it would have to be sent.
+        ValueError: an array is sharded differently, so that its data would have to be sent to other devices.
     """
     if all(kind != AxisType.Explicit for kind in mesh.axis_types):
         return arrays

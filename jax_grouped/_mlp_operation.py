@@ -77,7 +77,7 @@ def save(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: Operands) -> tuple
     specs = specs_of(op, o)
     needs = restrict(needs, specs)
     keep = kept(op, needs, o.probs is not None, o.wi_bias is not None, o.wo_bias is not None)
-    # Named before it is used, so that a policy which saves it spares what made it.
+    # Named before it is used: a policy that saves it then avoids recomputing it.
     x = named(value_of(o.x), op.residuals.name("grouped_x")) if keep.x else value_of(o.x)
     found = _run_rules(op, o, needs, x)
     sizes, probs, order = o.sizes, o.probs if keep.probs else None, found.order

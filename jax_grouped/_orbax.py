@@ -36,8 +36,8 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, Any], metadata: str
 
 
 def _check_writable(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:
-    """Refuses what Orbax would fail at only after it has removed what is at `path`, and to remove what `save` did not
-    write.
+    """Refuses arrays that Orbax cannot write, because it would fail only after it has removed what is at `path`; and a
+    `path` with anything that `save` did not write, because Orbax would remove it.
     """
     where = Path(path).absolute()
     ours = all((where / item).is_dir() for item in (_ARRAYS, NAME))

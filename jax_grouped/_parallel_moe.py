@@ -99,7 +99,7 @@ def local_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
 
 
 def check_own(plan: Plan, wo: Any) -> None:
-    """Refuses weights of others than the experts of one rank.
+    """Refuses weights that do not have as many experts as one rank holds.
 
     Raises:
         ValueError: the number of experts is wrong.
@@ -116,7 +116,7 @@ def check_own(plan: Plan, wo: Any) -> None:
 def _experts(
     plan: Plan, x: Any, experts: Any, weights: Any, wi: Any, wo: Any, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """The result of the experts at each token, wide where parts of it are to be added; slots that a budget dropped."""
+    """The experts' result per token, float32 if ranks have yet to add parts of it; and the number of dropped slots."""
     axis, none = plan.axes.expert, jnp.zeros((), jnp.int32)
     wide = None if plan.axes.tensor is None else "float32"
     if axis is None:

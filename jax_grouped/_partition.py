@@ -1,9 +1,9 @@
 """What happens to a native call in a program for several devices: it stays local, or compiling the program fails.
 
-XLA knows nothing of our calls. Outside of `jax.shard_map` it would gather each sharded operand, weights too, and run
-the whole call on every device, without a word. So there, a call is lowered with a partitioner of its own, which XLA
-asks how the operands are sharded: replicated ones are fine, for others it refuses (docs/contracts.md, ACC-10). In a
-program for one device, and inside of `shard_map`, calls are lowered as they are.
+XLA does not know how to split our calls. Outside of `jax.shard_map` it would silently gather each sharded operand,
+weights too, and run the whole call on every device. A call is therefore lowered with a custom partitioner, to which XLA
+reports how the operands are sharded: it accepts replicated operands and refuses all others (docs/contracts.md, ACC-10).
+In a program for one device, and inside of `shard_map`, calls are lowered without it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Replaces functions of other modules until that is undone.
 
-A replaced function looks at each call whether a replacement is in effect, and calls the original if none is. So a name
-that still holds the replacing function afterwards, in a module imported meanwhile, means the original again.
+The replacing function checks at each call whether a replacement is in effect, and calls the original if none is. So if
+a name still holds it afterwards, in a module that was imported meanwhile, calls by that name run the original again.
 
 What is in effect is a context of JAX, which is part of the keys of JAX's caches of traces and compiled programs. So a
 jitted function has one program for each state, and never runs one that was traced in another.
@@ -24,13 +24,13 @@ from grouped_core.recipes import BoundRecipe, Recipe
 
 
 class Choice(NamedTuple):
-    """That the functions of this library run, and with which recipe (None: the operands as given)."""
+    """The choice to run the functions of this library, with a recipe (None: the operands as given)."""
 
     recipe: Recipe | None
 
 
 class _Reach(NamedTuple):
-    """Which places a choice concerns: traces of one reach are not those of another."""
+    """A choice and the places where it applies. JAX keeps separate traces for each value of it."""
 
     choice: Choice
     places: frozenset[Any]
@@ -231,7 +231,7 @@ class Replacement:
 
 
 def _publish() -> None:
-    """What was registered last for a host, at all places that are replaced for it."""
+    """Puts the last registration for each host in effect, at all places that are replaced for that host."""
     reaches: dict[str, _Reach] = {}
     for each in _registered:
         before = reaches.get(each.host)
@@ -254,7 +254,7 @@ def taken(
     honoured: Sequence[str],
     unused: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The arguments of a call by name: `honoured` ones. `unused` ones may have any value, others only their default.
+    """The `honoured` arguments of a call, by name. `unused` ones may have any value, all others only their default.
 
     Raises:
         TypeError: they do not fit the original's signature.

@@ -73,7 +73,8 @@ def _run_router(options: Options, logits: Any, given: Given) -> tuple[Routed, ru
     sums = chosen.sums
     if axes is not None:
         sums = rules.Sums(*(jax.lax.psum(each, axes) for each in sums))
-    # With axes, losses are those of all shards, drops those of one: results of a call vary wherever an operand does.
+    # With axes, losses are those of all shards, but dropped slots are those of this one. These are then no operand of
+    # the call, because all results of a call vary over every mesh axis that one of its operands varies over.
     losses = rules.losses(RUN, op, sums, chosen.dropped if axes is None else None)
     aux_loss, z_loss, entropy = losses.values
     lost = losses.lost[0] if axes is None or chosen.dropped is None else chosen.dropped[0]

@@ -141,8 +141,8 @@ def _codes_value(fmt: Format, x: Any, source: Any, inverse: Any) -> QTensor[Any]
 
 
 codes = jax.custom_vjp(_codes_value, nondiff_argnums=(0,))
-"""The rows of x [T, H] that each slot of `source` [M] belongs to, of x quantised, without gradient; `inverse` [T, k]
-has the row of each slot."""
+"""[M, H], without gradient: for each slot in `source` [M] the row of x [T, H] that it belongs to, after x is quantised;
+`inverse` [T, k] has the row of each slot."""
 codes.defvjp(lambda *given: (_codes_value(*given), None), lambda *_: (None, None, None))
 
 

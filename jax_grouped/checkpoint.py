@@ -88,11 +88,12 @@ def load(
     Args:
         path: a safetensors file, a folder of such files, or a folder of Orbax.
         like: a tree of arrays, `jax.ShapeDtypeStruct`s and `QTensor`s, NNX modules and optimisers, or one of them.
-        layout: of a foreign checkpoint, a name of `grouped_core.layouts.LAYOUTS`; ours record theirs.
-        interleave: of a foreign checkpoint, the block in which gate and linear columns alternate. Trees of arrays do
-            not know theirs either: a pair is that of the checkpoint and of the tree.
-        convert: whether a checkpoint of ours may be turned to the tree's order of axes and of columns, and FP8 weights
-            with `weight_scale_inv`, as DeepSeek publishes them, be read as bfloat16.
+        layout: for a checkpoint that another library wrote, a name of `grouped_core.layouts.LAYOUTS`; checkpoints of
+            this library record their layout.
+        interleave: for a checkpoint that another library wrote, the block in which gate and linear columns alternate. A
+            tree of arrays does not record its block either: a pair has that of the checkpoint and that of the tree.
+        convert: whether a checkpoint of this library may be converted to the order of axes and of columns in the tree,
+            and FP8 weights with `weight_scale_inv`, as DeepSeek publishes them, may be read as bfloat16.
         prefix: the path below which the tree is in the checkpoint.
         shard: (rank, ranks): the tree has the experts of one rank, and takes them from those of all ranks.
 

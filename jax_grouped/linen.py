@@ -131,8 +131,8 @@ def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     """`variables` with the adapters of the collection `lora` added to the weights, and without that collection.
 
     Args:
-        layer: a layer with adapters. variables: its own, or those of a model that contains it, whose adapters all have
-            the options of `layer`; also of layers that `nn.scan` stacked, adapters on the same axis as weights.
+        layer: a layer with adapters. variables: those of `layer`, or of a model that contains it and whose adapters all
+            have its options. `nn.scan` may have stacked layers, if it stacked adapters and weights along the same axis.
 
     Raises:
         TypeError: `layer` is none of these layers, or `variables` no mapping. ValueError: there are no adapters or no
@@ -190,7 +190,7 @@ class GroupedLinear(nn.Module):
         use_bias: whether there is a `bias` [G, N] beside `kernel` [G, K, N].
         dtype: of the computation; None: what input and parameters promote to. param_dtype: of the parameters.
         kernel_init, bias_init: initialisers; the default of the kernel does not count G in its fan-in.
-        recipe: formats of the products, any `Recipe`; None: as the operands stand.
+        recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
         lora_rank: r; the layer then has an adapter (docs/lora.md) in the collection `lora`, `lora_a` [G, K, r] and
             `lora_b` [G, r, N]; kernel and bias have no gradient. None: no adapter.
         lora_alpha: the adapter is scaled by lora_alpha / r; None: r. lora_dropout: the probability with which elements
@@ -249,7 +249,7 @@ class GroupedMLP(nn.Module):
         use_bias: whether there are `wi_bias` and `wo_bias` [G, H].
         dtype: of the computation; None: what input and parameters promote to. param_dtype: of the parameters.
         kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
-        recipe: formats of the products, any `Recipe`; None: as the operands stand.
+        recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
         residuals: what is saved for backward, as in `jax_grouped.grouped_mlp`.
         lora_rank, lora_alpha, lora_dropout, deterministic: as in `GroupedLinear`, for both weights: `wi_lora_a`,
             `wi_lora_b`, `wo_lora_a`, `wo_lora_b`.

@@ -78,8 +78,8 @@ def moe(
         x: [T, H]. router: [H, E], used in fp32. k: experts per token.
         wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals, wgrad_accum, wgrad_dtype,
             implementation: of the experts, as in `grouped_mlp`.
-        shared: an expert for every token, whose result is added to theirs, for tokens without an expert too. The masks
-            of its adapters have a key of their own.
+        shared: an expert that every token goes to, also a token without another expert; its result is added. The masks
+            of its adapters have their own key.
         mlp: the function of the experts, with the arguments of `routed_mlp`; for comparisons.
         lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum: adapters of the experts, as in `grouped_mlp`.
         routing: options of `route.topk_router`.

@@ -324,7 +324,7 @@ class Shared(_Experts):
 
 
 class SelectionBias(nnx.Variable[Any]):
-    """The bias with which a router chooses; no parameter, but what `MoE.update_bias` moves."""
+    """The bias with which a router chooses experts. It is not a parameter: `MoE.update_bias` changes it."""
 
 
 class MoE(_Experts):

@@ -77,15 +77,15 @@ def moe(
         x, router, wi, wo, k: as in `jax_grouped.moe`; E counts the experts of all ranks.
         axes: of the mesh. Tokens are split over data and expert axes in this order, experts over the expert axis, the
             width F over the tensor axis; `y` is split as `x` is.
-        transport: "all_to_all": parts of a static size for every pair of ranks. "ragged_all_to_all": only rows that
-            there are. Both give the bits of one device. "ring": tokens travel from rank to rank, without a budget and
-            with sums of float32, within bounds.
-        budget_factor: a rank sends a rank at most this many times the mean T k / P rows, T of a rank; rows beyond are
-            dropped and counted in `MoEAux`. None: as many as there can be.
+        transport: "all_to_all" exchanges parts of a static size between all ranks, "ragged_all_to_all" only the rows in
+            use; both give the bits of one device. "ring" passes tokens from rank to rank, without a budget; results
+            are summed in float32 and differ from those of one device by a few roundings.
+        budget_factor: a rank sends to one rank at most this many times the mean number of rows, T k / P for T tokens of
+            a rank; rows beyond are dropped and counted in `MoEAux`. None: as many as there can be.
         once_per_rank: a token is sent to a rank once, with all its experts there, instead of once for each; the sum of
-            their results, rounded to the dtype of x, comes back. The mean is then that of different ranks per token:
-            T (1 - C(E - L, k) / C(E, k)) rows. y and the gradient of x differ from those of one device by these
-            roundings; no other gradient does. Not with a ring.
+            their results, rounded to the dtype of x, comes back. The mean number of rows is then that of the tokens
+            with an expert on a rank, T (1 - C(E - L, k) / C(E, k)). y and the gradient of x differ from those of one
+            device by these roundings; no other gradient does. Not with a ring.
         send: what travels to the experts. "tokens": rows of x, quantised where they arrive. "codes": rows quantised
             where they are sent, half the bytes or less, for recipes whose scales are those of single rows (FP8Block,
             MXFP8); y, dx and the gradient of wo have the same bits, the gradient of wi reads the dequantised codes.
@@ -93,7 +93,7 @@ def moe(
         mesh: None: that of `jax.set_mesh`, or of x.
         check_vma: of `shard_map`, where it is opened here.
         fsdp: weights are also sharded over the data axes, along H; they are gathered here, and their gradients are
-            added up and sharded again. Never without this option.
+            added up and sharded again. Without this option weights are never gathered.
         shared, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals, wgrad_accum, wgrad_dtype,
             implementation: as in `jax_grouped.moe`. With a tensor axis a gated `wi` is a pair, or interleaved so that
             the columns of a rank are whole pairs; so is that of `shared`.
@@ -185,7 +185,7 @@ class Handle:
     Attributes:
         probs: the router's weight of each row, fp32 [M], 0 where there is no row; differentiable.
         dropped: slots of all ranks without a row, int32 scalar. overflow: whether there are any, bool scalar.
-        permutation, way: where rows stand, and how they came.
+        permutation, way: where the rows are, and how they were sent.
     """
 
     probs: Float[Array, " M"]

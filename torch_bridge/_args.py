@@ -71,7 +71,8 @@ class Arguments:
         scaling: the states and the key that are bound to the recipe.
         accumulators: for each weight, a tensor or None per leaf; () without accumulators.
         caches: for each weight, the quantised weight that its layer keeps, or None.
-        base: (name, operand) of the frozen weights whose adapters `weights` are; () without. key: of the dropout.
+        base: with adapters, (name, operand) of each frozen weight, and `weights` are the factors of the adapters; else
+            (). key: of the dropout.
     """
 
     x: Tensor | QTensor[Tensor]
@@ -114,8 +115,8 @@ class Checked:
     Attributes:
         op: the operation. specs: the specs of its operands.
         lists: of its weights and biases. names: of the weights, for messages.
-        asked: what follows from it for the gradients that are needed, if all of them go to autograd, and if some go
-            elsewhere; `_autograd` fills both.
+        asked: two caches of what follows from it, by the gradients that are needed: for calls whose gradients all go to
+            autograd, and for calls in which some go elsewhere. `_autograd` fills them.
     """
 
     op: Any
@@ -126,8 +127,8 @@ class Checked:
 
 
 Lists = tuple[tuple[int, bool], ...]
-"""For each weight, then each bias: the number of its tensors, and whether it is one packed tensor, as which a quantised
-weight without a master weight counts."""
+"""For each weight, then each bias: the number of its tensors, and whether it is one packed tensor. A quantised weight
+without a master weight counts as one packed tensor."""
 
 _checked: Cache[Any, FactsCache] = Cache()
 """By the options: the results of the checks by the facts of the operands."""
@@ -309,7 +310,7 @@ def weight_specs(op: Mlp, wi: Any, wo: Any, biases: Sequence[Any], first: Tensor
 def checked_mlp(
     op: Mlp, specs: MlpSpecs, bounds: tuple[BoundRecipe, ...], dtypes: tuple[Any, ...], first: Tensor
 ) -> tuple[Mlp, MlpSpecs]:
-    """(the operation, its specs), of which all but the bound recipes is checked; `dtypes`: as in `_arguments`."""
+    """(the operation, its specs) of a checked MLP, after a check of its bound recipes; `dtypes`: as in `_arguments`."""
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
     return dataclasses.replace(op, master_dtypes=dtypes[1:]), MlpSpecs(*map(_static, specs))

@@ -187,7 +187,7 @@ class _Rest(NamedTuple):
 
 
 def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...], elsewhere: bool) -> tuple[Facts, _Rest]:
-    """What `checked.asked` has from now on: the facts, and what backward takes if all gradients go to autograd.
+    """Adds an entry to `checked.asked`: the facts, and what backward takes if all gradients go to autograd.
 
     Args:
         needed: for each of `Arguments.receivers`, whether it needs a gradient; () if none does.
@@ -248,7 +248,7 @@ class _Differentiable(torch.autograd.Function):
         return once_differentiable(ctx.facts[1].operation.name, found, sources)
 
 
-# The public `apply` looks for transforms of functorch, which arguments were refused for, in each argument.
+# The public `apply` searches each argument for transforms of functorch; the checks have refused such arguments already.
 _parent: Any = super(torch.autograd.Function, _Differentiable)
 _apply: Callable[..., Any] = _parent.apply
 

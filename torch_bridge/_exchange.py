@@ -1,8 +1,8 @@
 """What an exchange of an expert-parallel layer does on a rank, and the collective that moves rows.
 
-Which row goes where is a rule of `grouped_core.exchange`. An exchange begins and finishes, forward as backward, so that
-others' work runs between. Letters: P ranks, T tokens of a rank, k experts per token, E experts, B rows of the budget,
-j experts of a row at most, H columns.
+Which row goes where is a rule of `grouped_core.exchange`. An exchange is begun and finished separately, in forward
+and in backward, so that other work runs in between. Letters: P ranks, T tokens of a rank, k experts per token, E
+experts, B rows of the budget, j experts of a row at most, H columns.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _wait(pending: Tensor, counts: Tensor | None = None) -> Tensor:
 class Group(NamedTuple):
     """A process group, as a graph of torch.compile can hold it: its name, and P.
 
-    `counted`: only rows that there are travel, through symmetric memory.
+    `counted`: whether only the rows in use travel, through symmetric memory.
     """
 
     name: str
@@ -194,7 +194,7 @@ def counts_of(experts: Tensor, group: Group) -> Tensor | None:
 
 
 class _Begin(torch.autograd.Function):
-    """The first half of an exchange; in backward the second half of that of the gradient.
+    """Begins an exchange; its backward finishes the exchange of the gradient.
 
     `carries`: whether rows travel forward; otherwise only their gradient does. `counts`: of the rows that travel.
     """
@@ -214,7 +214,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """The second half; in backward the first half of that of the gradient, which every rank has, or none.
+    """Finishes an exchange; its backward begins the exchange of the gradient, which all ranks have or none.
 
     `counts`: of the rows that have arrived.
     """
@@ -240,11 +240,12 @@ def begin(
     """Begins the exchange of rows [P B, ...]. Differentiable.
 
     Args:
-        counts: int64 [P], rows that there are in each part, where only these travel.
-        carries: whether rows travel forward; False for those of which only the gradient is read.
+        counts: int64 [P], the number of rows in use in each part, if only these travel; None: all rows travel.
+        carries: whether the rows travel in forward; False: only their gradient travels, in backward.
 
     Returns:
-        A function that gives the rows that arrive; its argument are their counts, where only these travel.
+        A function that returns the rows that arrive. Its argument: int64 [P], how many of them are in use in each part,
+        if only these travel; else None.
     """
     pending = _Begin.apply(rows, group, carries, counts)
 
@@ -296,7 +297,7 @@ def begin_dispatch(sent: Sent, group: Group, scales_along: int = 0) -> Callable[
 
 
 class _Valued(torch.autograd.Function):
-    """Values that came beside a tensor that carries their gradient."""
+    """Returns `values`, which arrived in a separate message; their gradient goes to the tensor `carrier`."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, values: Tensor) -> Tensor:
@@ -312,7 +313,7 @@ class _Valued(torch.autograd.Function):
 
 
 def beyond(experts: Tensor, max_rows: int) -> Tensor:
-    """int32 scalar: how many of the experts [M, j] of received rows have no room among so many rows of the experts."""
+    """int32 scalar: how many of the experts [M, j] of received rows are too many for `max_rows` rows of the experts."""
     return ((experts >= 0).sum(dtype=torch.int32) - max_rows).clamp(min=0)
 
 

@@ -61,9 +61,9 @@ class Transport(Protocol):
     """How tokens travel: the parts of static size of this module, or an object around another library.
 
     All ranks call both methods, in the same order, also ranks without tokens. `dispatch` is differentiable in tokens
-    and weights, `combine` in the results. A transport that also has `begin_dispatch` and `begin_combine`, with the same
-    arguments, which begin the exchange and return a function that finishes it and gives its result, overlaps with what
-    runs between.
+    and weights, `combine` in the results. A transport may also have `begin_dispatch` and `begin_combine`, with the same
+    arguments. They begin the exchange and return a function that finishes it and returns its result, so that the
+    exchange overlaps with the work in between.
     """
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Arrived:
@@ -76,8 +76,8 @@ class Transport(Protocol):
 
 
 class Way(NamedTuple):
-    """How rows went: the slot in each row sent [P B], the row of each slot [T, k], and where only rows that there are
-    travel, how many went to and came from each rank, int64 [P].
+    """How rows went: the slot in each row sent [P B], the row of each slot [T, k], and if only the rows in use travel,
+    how many were sent to each rank and how many came from it, int64 [P] each.
     """
 
     source: Tensor
@@ -114,7 +114,7 @@ class AllToAll:
         return _exchange.Group(self.process_group.group_name, self.process_group.size())
 
     def begin_dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Callable[[], Arrived]:
-        """`dispatch`, which the result finishes."""
+        """Begins `dispatch`; a call of the result finishes it."""
         option = self.option(experts, num_experts)
         sent, room = _exchange.send(option, x, experts, weights, self.codes), option.max_rows
         # Float32 scales are stored block by block, others row by row.
@@ -141,7 +141,7 @@ class AllToAll:
         return finish
 
     def begin_combine(self, y: Tensor, handle: Way) -> Callable[[], Tensor]:
-        """`combine`, which the result finishes."""
+        """Begins `combine`; a call of the result finishes it."""
         rows = _exchange.begin(y, self._group, handle.came)
         return lambda: _exchange.sums(rows(handle.went), handle.source, handle.inverse)
 
@@ -156,7 +156,7 @@ class AllToAll:
 
 @dataclass(frozen=True, eq=False)
 class SymmetricMemory(AllToAll):
-    """As `AllToAll`, but only rows that there are travel, through PyTorch's symmetric memory and NVSHMEM.
+    """As `AllToAll`, but only the rows in use travel, through PyTorch's symmetric memory and NVSHMEM.
 
     The numbers of rows stay on the device. Buffers have the size of the budget and are made once per process group,
     shape and dtype, for all layers; they are not given back. What is small travels as in `AllToAll`.
@@ -259,7 +259,7 @@ class Handle:
     Attributes:
         probs: the router's weight of each row, fp32 [M], 0 where there is no row; differentiable.
         dropped: slots of all ranks without a row, int32 scalar. overflow: whether there are any, bool scalar.
-        permutation, way, transport: where rows stand, and how they came.
+        permutation, way, transport: where the rows are, and how they were sent.
     """
 
     probs: Tensor
@@ -341,7 +341,8 @@ class Layer(NamedTuple):
     """What an expert-parallel layer runs around its exchanges.
 
     Attributes:
-        transport: how tokens travel. chunks: of tokens, whose exchanges overlap with the experts of others.
+        transport: how tokens travel. chunks: number of parts of the tokens; exchanges of one part overlap with the
+            experts' work on another.
         experts: (number of the chunk, rows, local experts, weights, room=) -> results [M, H] of the rows.
         meanwhile: () -> what is added to y, computed while the first tokens travel; None: nothing.
     """
@@ -433,14 +434,14 @@ def moe(
         router: [E, H], E of all ranks. k: experts per token.
         wi, wo: of the L experts of this rank, which start at expert rank * L.
         process_group: of the P ranks.
-        transport: "all_to_all": parts of a static size for every pair of ranks. "symmetric_memory": only rows that
-            there are, between GPUs with NVSHMEM. Both give the same bits. Or a `Transport`.
-        budget_factor: a rank sends a rank at most this many times the mean T k / P rows; rows beyond are dropped and
-            counted in `MoEAux`. None: as many as there can be.
+        transport: "all_to_all" exchanges parts of a static size between all ranks, "symmetric_memory" only the rows in
+            use, between GPUs with NVSHMEM. Both give the same bits. Or a `Transport`.
+        budget_factor: a rank sends to one rank at most this many times the mean number of rows, T k / P; rows beyond
+            are dropped and counted in `MoEAux`. None: as many as there can be.
         once_per_rank: a token is sent to a rank once, with all its experts there, instead of once for each; the sum of
-            their results, rounded to the dtype of x, comes back. The mean is then that of different ranks per token:
-            T (1 - C(E - L, k) / C(E, k)) rows. y and the gradient of x differ from those of one rank by these
-            roundings; no other gradient does.
+            their results, rounded to the dtype of x, comes back. The mean number of rows is then that of the tokens
+            with an expert on a rank, T (1 - C(E - L, k) / C(E, k)). y and the gradient of x differ from those of one
+            rank by these roundings; no other gradient does.
         send: what travels to the experts. "tokens": rows of x, quantised where they arrive. "codes": rows quantised
             where they are sent, half the bytes or less, for recipes whose scales are those of single rows (FP8Block,
             MXFP8); the gradient of wi reads the dequantised codes. None: codes where the recipe allows it.
@@ -503,7 +504,7 @@ def moe(
 
 
 def check_own(experts: int, wo: Any, process_group: Any) -> None:
-    """Refuses weights of others than the experts of one rank.
+    """Refuses weights that do not have as many experts as one rank holds.
 
     Raises:
         ValueError: ranks do not divide the experts, or the number of those given is wrong.

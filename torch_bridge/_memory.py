@@ -33,7 +33,8 @@ empty_on_cuda: Callable[..., Tensor] = _dynamo.guards._empty_strided_cuda  # on 
 def are_apart(written: Sequence[Tensor], weights: Sequence[Tensor], rows: Sequence[object]) -> bool:
     """Whether none of the plain tensors `written` overlaps another one, the weights, or those of `rows` that are plain.
 
-    Each of the first two has one shape, and usually keeps its addresses, by which the result is cached.
+    All tensors of `written` have one shape, and so have those of `weights`. The result is cached by the addresses of
+    both, which usually do not change.
     """
     lengths = (written[0].nbytes, weights[0].nbytes)
     try:

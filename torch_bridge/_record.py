@@ -313,9 +313,10 @@ def _program(
 
 
 def _addresses(recording: Recording, leaves: Sequence[Leaf]) -> list[int]:
-    """For each register and the workspace, an address with the alignment of all that share the facts of `leaves`.
+    """For each register and the workspace, an address as aligned as that of every operand with the facts of `leaves`.
 
-    Facts include whether an address is aligned. What a replay allocates is, and so are tables.
+    These facts include whether an address is aligned. Memory that a replay allocates is aligned, and so are
+    tables.
     """
     found = [each.data_ptr() if isinstance(each, Tensor) else 0 for each in leaves if each is not None]
     found += [0] * (len(recording.specs) + 1 - recording.given)
@@ -365,7 +366,8 @@ def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple
 
 
 def _parts_from_the_last(plan: _native.Plan, addresses: list[int]) -> list[tuple[int, Sequence[int], Sequence[int]]]:
-    """For each part of a kernel, the last one first: its number, the slots that it touches, those that no part did yet.
+    """For each part of a kernel, the last one first: its number, the slots that it touches, and those of them that no
+    earlier part touches.
 
     A kernel in one part has the number -1.
 

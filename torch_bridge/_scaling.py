@@ -53,11 +53,11 @@ class Scaling:
     def extras(self, products: int, roles: tuple[int, ...], key: Tensor | None, *, training: bool) -> Flat | None:
         """What rules of the first `products` need for the operands `roles`; None if nothing is bound.
 
-        The rules read rows of the states, which are not made tensors of their own: a view costs a microsecond.
+        The rules read rows of the states by their offset, because a view of each row would cost a microsecond.
 
         Args:
-            key: as backward gets it, among the saved tensors; forward rounds nothing at random. training: whether amax
-                is updated.
+            key: for backward, which gets it among the saved tensors; None for forward, which rounds to nearest.
+            training: whether amax is updated.
         """
         if key is None and not self.states:
             return None

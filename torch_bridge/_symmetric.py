@@ -1,4 +1,4 @@
-"""The exchange of rows through PyTorch's symmetric memory, which sends only rows that there are.
+"""The exchange of rows through PyTorch's symmetric memory, which sends only the rows in use.
 
 `torch.ops.symm_mem.all_to_all_vdev` reads on the device how many rows go to each rank, and its kernels fetch them from
 the memory of the other ranks by NVSHMEM. Letters: P ranks, B rows of the budget.
@@ -149,7 +149,7 @@ def _operator(rows: Tensor, counts: Tensor, group: str) -> Tensor:
 
 
 def _meet(device: torch.device, group: str) -> None:
-    """Waits, on the device, until no rank fetches rows of the exchange before, which the operator does not wait for.
+    """Waits, on the device, until all ranks have fetched the rows of the previous exchange; the operator does not wait.
 
     Only then may the buffers be written again, by this rank or by another one.
     """
@@ -160,7 +160,7 @@ def _meet(device: torch.device, group: str) -> None:
 
 
 def _rows_there_are(counts: Tensor, budget: int) -> Tensor:
-    """int64 [P B]: rows of the parts [P, B] of which `counts` are used, without gaps; any row behind the last one."""
+    """int64 [P B]: the indices of the rows in use, the first counts[p] of each part p, without gaps; then any index."""
     ends = counts.cumsum(0)
     at = torch.arange(counts.shape[0] * budget, device=counts.device)
     rank = torch.searchsorted(ends, at, right=True).clamp_(max=counts.shape[0] - 1)
@@ -184,15 +184,15 @@ def operator() -> Any:
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 _ARRIVALS: dict[int, torch.cuda.Event] = {}
-"""By address of the rows of an exchange that has begun and not yet finished: when they are there."""
+"""By the address of the rows of an exchange that is not finished: the event after which they have arrived."""
 
 
 def begin(rows: Tensor, counts: Tensor, group: str) -> Tensor:
     """Begins an exchange of parts: [P B, ...], not to be read before `finish`.
 
-    Part s has what rank s had as the part of this rank, as many rows as there are; the others have any values.
-    Every rank calls it. It runs on a stream of its own, beside what follows; in a graph of torch.compile on that of the
-    graph.
+    Part s of the result has the rows in use of the part that rank s had for this rank; other rows have any values.
+    Every rank calls it. It runs on its own stream, in parallel with what follows; in a graph of torch.compile it runs
+    on the stream of the graph.
 
     Args:
         rows: [P B, ...], B for each rank. counts: int64 [P], how many of these there are.
@@ -216,7 +216,7 @@ def begin(rows: Tensor, counts: Tensor, group: str) -> Tensor:
 
 
 def finish(pending: Tensor) -> Tensor:
-    """`pending`, whose rows have arrived for what the current stream runs from now on."""
+    """`pending`, after it makes the current stream wait for the rows."""
     if is_compiling() or not pending.is_cuda:
         return pending
     arrival = _ARRIVALS.pop(pending.data_ptr(), None)

@@ -40,9 +40,9 @@ RESULT_DTYPES = TORCH_DTYPES | {"float8_e8m0fnu": torch.uint8}
 reads E8M0 and writes into an argument."""
 
 SYMBOLIC_ROWS = 2**26 - 5
-"""The number that represents M in specs if torch.compile has a symbol for it: a prime, so that multiples of it are
-multiples of M; the largest of which 32 times, for as many slots per token, are few enough rows. K, N and G are far
-smaller."""
+"""The number that represents M in specs if torch.compile has a symbol for it. It is a prime, and K, N and G are far
+smaller, so a length that is a multiple of it is a multiple of M. It is the largest prime for which 32 M, the rows of 32
+slots per token, do not exceed the limit of rows."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -191,7 +191,7 @@ Leaf = Tensor | Sequence[Tensor | None] | None
 class Flat(NamedTuple):
     """An operand of several leaves inside this package: what rules return to each other and backward saves.
 
-    Where it is made, read and saved again, nothing looks at its parts, so making a `QTensor` each time would be lost.
+    The code that passes it on does not look at its parts, so it need not spend time on making a `QTensor` of them.
     """
 
     layout: Layout

@@ -39,8 +39,8 @@ def _event(stream: Any) -> Any:
 class Pinned:
     """Pinned memory; retained memory is reused for tensors of the same number of bytes.
 
-    Memory that a graph took is reused only in that graph, by tensors that are sent after its content has come back,
-    within one outermost context, because a context cannot outlast a capture.
+    Memory that was taken while a graph was captured is reused only in that graph and inside the same outermost context,
+    by tensors that are sent after its content was copied back. A context cannot outlast a capture.
     """
 
     def __init__(self) -> None:

@@ -58,13 +58,13 @@ def save(
         spec: the activation of experts that are plain tensors: an `Activation`, the name of a kind, or a mapping of
             paths of layers to these. Modules know theirs.
         shard: (rank, ranks): the experts are those of one rank, in order, and are named by their numbers among all.
-            Other tensors are the same on all ranks, and rank 0 writes them. Experts that are DTensors, spread over a
-            mesh of one axis as `parallel.shard_experts` does, say it themselves; every rank then calls this.
+            Other tensors are the same on all ranks, and rank 0 writes them. Leave it out if experts are DTensors over a
+            mesh of one axis, as `parallel.shard_experts` makes them: it follows from these. Every rank then calls this.
 
     Raises:
-        ValueError: experts with a gate have no known activation, or `spec` another than their module; tensors are no
-            local ones; with several ranks, adapters, states of delayed scaling, or grouped layers outside of an MLP.
-            TypeError: no tensors. OSError: the file cannot be written.
+        ValueError: the activation of experts with a gate is not known, or `spec` has another one than their module; a
+            tensor is not local; several ranks save adapters, states of delayed scaling, or grouped layers outside of an
+            MLP. TypeError: an entry is not a tensor. OSError: the file cannot be written.
     """
     flat, modules = _flattened(tree_or_module)
     if meta := [key for key, value in flat.items() if isinstance(value, Tensor) and value.is_meta]:
@@ -101,14 +101,15 @@ def load(
     Args:
         path: a safetensors file, or a folder of such files.
         like: a module, or mappings of names to tensors, `QTensor`s, modules and further mappings.
-        layout: of a foreign checkpoint, a name of `grouped_core.layouts.LAYOUTS`; ours record theirs.
-        interleave: of a foreign checkpoint, the block in which gate and linear columns alternate. Trees of tensors do
-            not know theirs either: a pair is that of the checkpoint and of the tree.
-        convert: whether a checkpoint of ours may be turned to the model's order of axes and of columns, and FP8 weights
-            with `weight_scale_inv`, as DeepSeek publishes them, be read as bfloat16.
+        layout: for a checkpoint that another library wrote, a name of `grouped_core.layouts.LAYOUTS`; checkpoints of
+            this library record their layout.
+        interleave: for a checkpoint that another library wrote, the block in which gate and linear columns alternate. A
+            tree of tensors does not record its block either: a pair has that of the checkpoint and that of the tree.
+        convert: whether a checkpoint of this library may be converted to the order of axes and of columns in the model,
+            and FP8 weights with `weight_scale_inv`, as DeepSeek publishes them, may be read as bfloat16.
         prefix: the path below which the model is in the checkpoint.
-        shard: (rank, ranks): the model has the experts of one rank, and takes them from those of all ranks. Experts
-            that are DTensors say it themselves, as in `save`.
+        shard: (rank, ranks): the model has the experts of one rank, and takes them from those of all ranks. Leave it
+            out if experts are DTensors, as in `save`.
 
     Returns:
         `like`.
@@ -283,7 +284,7 @@ def _mlps(modules: Mapping[str, Module]) -> dict[str, GroupedMLP]:
 
 
 def _check_numbered(modules: Mapping[str, Module]) -> None:
-    """Refuses layers whose experts are not numbered among all, so that only rank 0 would write its own."""
+    """Refuses grouped layers outside of an MLP: their experts are not numbered, so only rank 0 would write its own."""
     parts = {id(layer) for mlp in _mlps(modules).values() for layer in mlp.modules()}
     for path, module in modules.items():
         for name, each in module.named_modules():

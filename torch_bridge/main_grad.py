@@ -267,7 +267,7 @@ def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
 
 
 def _versions(operands: Sequence[Tensor]) -> list[int | None]:
-    """The versions of tensors, as far as they count them, which change with their values."""
+    """The version counters of tensors, which change with their values; None for inference tensors, which have none."""
     return [None if each.is_inference() else each._version for each in operands]
 
 
@@ -317,7 +317,7 @@ class Delayed:
         return len(self._passes())
 
     def _passes(self) -> list[list[Entry]]:
-        """The entries by backward pass: a pass ends in front of an entry for a weight that it has already."""
+        """The entries by backward pass: an entry for a weight that the current pass already has begins the next one."""
         found: list[list[Entry]] = []
         for entry in self._entries:
             if found and all(entry.weights[0] is not other.weights[0] for other in found[-1]):

@@ -75,8 +75,8 @@ def moe(
     Args:
         x: [T, H] fp32, bf16 or fp16. router: [E, H].
         wi, wo and the keywords up to `lora_wgrad_accum`: as in `routed_mlp`.
-        shared: an expert for every token, whose result is added to theirs, for tokens without an expert too. The masks
-            of its adapters have a key of their own.
+        shared: an expert that every token goes to, also a token without another expert; its result is added. The masks
+            of its adapters have their own key.
         k: experts per token. routing: the keywords of `route.topk_router`; coefficients of losses are among them.
 
     Returns:

@@ -43,7 +43,7 @@ def cpu_offload(
             product reads), "grouped_fc1" (pre-activations), "grouped_act" (activated rows). None: all tensors,
             including those of other operations.
         min_numel: smaller tensors stay on the device.
-        prefetch: how many units before the current one of backward are brought back.
+        prefetch: how many units are brought back ahead of the one that backward has reached.
         retain_pinned: keeps the pinned memory for the next step. Required while a CUDA graph is captured and in the
             eager steps before it; the graph then owns its buffers, and the outermost context waits for its copies.
             Microbatches inside one outermost context share buffers.

@@ -84,7 +84,7 @@ class QuantizedWeight(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The weight without a history; to assign to it is to write to it."""
+        """The weight without an autograd history. Assigning a value quantises it into this weight, like any write."""
         return Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     @data.setter

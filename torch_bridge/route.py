@@ -108,7 +108,7 @@ def topk_router(
         score: "softmax", "sigmoid" or "sqrt_softplus".
         bias: [E], added to the scores that choose experts, not to the weights; see `update_bias`.
         after_topk: weights are the softmax of the k chosen logits; only with "softmax".
-        normalize: weights are divided by their sum over the chosen experts. None: for the other scores if k > 1.
+        normalize: weights are divided by their sum over the chosen experts. None: if k > 1 and not "softmax".
         scale: factor of the weights.
         num_groups, topk_groups: experts lie in `num_groups` groups, and only those of the `topk_groups` best are
             chosen. group_topk: a group's score is the sum of that many of its best; None: k // topk_groups.
@@ -279,8 +279,8 @@ def _unpermute(y: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | Non
 def pad_groups(rows: Tensor, sizes: Tensor, align: int) -> tuple[Tensor, Tensor, Padding]:
     """(rows [P, H], sizes [G], map): groups padded with zero rows to multiples of `align` rows; empty ones stay empty.
 
-    For wire formats and foreign kernels (`alignment_for`): the products of this package take any sizes. Padding padded
-    groups again changes nothing but the number of rows behind them. Differentiable in the rows, once.
+    For wire formats and kernels of other libraries (`alignment_for`); the products of this package take any sizes.
+    Padding padded groups a second time only appends unused rows. Differentiable in the rows, once.
 
     Args:
         rows: [M, H] of any dtype, sorted by group. sizes: integers [G]. align: 1 or more.
@@ -366,7 +366,7 @@ def update_bias(bias: Tensor, load: Tensor, rate: float, *, process_group: Any =
 
     Args:
         bias: [E]. load: integers [E], `MoEAux.load`, perhaps summed over microbatches. rate: e.g. 1e-3.
-        process_group: the load, which is that of one rank also where the router had a group, is summed over its ranks.
+        process_group: the load is summed over its ranks; `MoEAux.load` is that of one rank, even if its router had one.
 
     Raises:
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices or layouts.

@@ -18,13 +18,13 @@ __all__ = ["register"]
 
 PARAMETERS = ("self", "lhs", "rhs", "tokens_per_expert")
 BACKENDS = ("PALLAS", "RAGGED_DOT", "TOKAMAX")
-"""Names of `GMMBackend`, of which each computes the same product."""
+"""The names of `GMMBackend` that are known to compute this product."""
 
 
 def register(*, recipe: Recipe | None = None) -> Replacement:
     """Makes AXLearn's dropless experts run `jax_grouped.ragged_dot`, in all threads, until `undo`.
 
-    It stands for every `gmm_backend`. The layer's `preferred_element_type` is honoured (default bfloat16); `tiling`,
+    It replaces every `gmm_backend`. The layer's `preferred_element_type` is honoured (default bfloat16); `tiling`,
     `interpret` and `tokamax_implementation` concern the kernels that are replaced.
 
     Args:

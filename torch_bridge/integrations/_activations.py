@@ -1,8 +1,8 @@
 """Which `Activation` a model's own code computes between the two products of an expert.
 
-Nothing is taken from names. `facts_of` collects what the code reads; `recognised` runs the code on fixed rows in
-float64, with exactly these facts at hand, and compares with the reference formulas. Facts are plain tuples of classes,
-functions, numbers and text, so that they are the key of a cache, and constants for Dynamo.
+The names of functions are not relied on. `facts_of` collects what the code reads; `recognised` runs the code on fixed
+rows in float64, gives it access to nothing but these facts, and compares the results with the reference formulas. Facts
+are plain tuples of classes, functions, numbers and text, so that they can be keys of a cache and constants for Dynamo.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _run(facts: Facts, rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class _Known:
-    """Every activation that was recognised, as an attribute: Dynamo has guards of their own for each of them."""
+    """Holds each recognised activation in a separate attribute, so that Dynamo guards each of them separately."""
 
     def name_of(self, activation: Activation) -> str:
         """The name of its attribute, which is made if there is none."""

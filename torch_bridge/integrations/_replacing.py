@@ -62,9 +62,9 @@ class Registration:
         self._others.append(self)
 
     def undo(self) -> None:
-        """Takes this registration back: the latest of the others is then in force, or the host's own functions.
+        """Undoes this registration; the latest remaining one is then in force, or else the host's own functions.
 
-        Without effect after the first call.
+        Further calls have no effect.
 
         Raises:
             RuntimeError: a function was replaced by other code in the meantime; then nothing changes.

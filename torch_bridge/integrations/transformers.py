@@ -72,7 +72,7 @@ class Registration:
         _HOST.settle()
 
     def undo(self) -> None:
-        """Takes this registration back; the latest of the others is then in force, or what was there before all."""
+        """Undoes this registration; the latest remaining one is then in force, or else what was there before all."""
         if self in _ACTIVE:
             _ACTIVE.remove(self)
             _HOST.settle()
@@ -106,7 +106,7 @@ class _Host:
     check: Any = None
 
     def allow(self) -> tuple[str, ...]:
-        """Lets models of older releases, whose check knows fixed names alone, have ours; says what was replaced."""
+        """Makes older releases, which accept only a fixed list of names, accept ours; returns what it replaced."""
         model = importlib.import_module("transformers.modeling_utils").PreTrainedModel
         if not _ACTIVE:
             self.theirs = _host().ALL_EXPERTS_FUNCTIONS.get(NAME)
@@ -246,7 +246,7 @@ def _check_layout(module: Any, later: Sequence[tuple[str, Any]]) -> None:
 def _activation(module: Any, gated: bool) -> Activation:
     name = type(module).__name__
     found = recognised(name, gated, facts_of(module, gated=gated))
-    # Releases that are older do not have the flag; then the gate alone says how columns lie.
+    # Older releases do not have the flag; then the order of columns follows from the code of the gate alone.
     concatenated = getattr(module, "is_concatenated", found.interleave is None)
     if gated and concatenated != (found.interleave is None):
         raise NotImplementedError(
@@ -324,9 +324,10 @@ class RecipeState(ScaledModule):
 def prepare(model: Module, *, recipe: Recipe) -> list[str]:
     """Gives each experts module of a model its recipe, and a state if that uses delayed scaling.
 
-    Call it before weights are loaded, so that a state in the checkpoint is loaded too; without one there it starts
-    afresh. A module that has a state of the same recipe keeps it, unless that is on the meta device, from which a
-    checkpoint without a state does not lead it. The recipe applies whatever `register` was given.
+    Call it before weights are loaded, so that a state in the checkpoint is loaded too; if the checkpoint has none, the
+    state is that before the first step. A module that has a state of the same recipe keeps it, unless that is on the
+    meta device: then it is replaced, because a checkpoint without a state would leave it there. The recipe takes
+    precedence over that of `register`.
 
     Returns:
         The names of the experts modules.

@@ -54,7 +54,7 @@ class WeightCache:
         return WeightCache, ()
 
     def set_update(self, flag: bool, device: torch.device) -> None:
-        """Sets whether passes without their own `first`, and replays of captured ones, update the forms.
+        """Sets whether forward passes whose `first` is None, and replays of such captured passes, update the forms.
 
         Raises:
             RuntimeError: a graph is being captured, which would hold the value.

@@ -124,7 +124,8 @@ class MoE(Module):
         shared_dim: width of an expert that all tokens go to, dropped ones too; None: there is none.
         shared_gate: whether its result is multiplied by the sigmoid of a product of the token with a learned vector.
         process_group: of the ranks over which the experts are spread; rank r of P holds experts r E / P to
-            (r + 1) E / P - 1, and router and shared expert are replicated. Every rank runs each pass. None: all here.
+            (r + 1) E / P - 1, and router and shared expert are replicated. Every rank has to run each pass. None: this
+            process has all experts.
         transport, budget_factor, once_per_rank, send, chunks: how tokens travel, as in `parallel.moe`.
         bias: whether the experts have biases; the shared one has none.
         single_grouped_weight: one parameter for all experts instead of one each.
