@@ -12,8 +12,8 @@
 //   for act(h), where its turned codes are wanted beside gradients, and each half of the result: 32 registers --> rows
 //        and columns as in quantize_fp8_cuda.cu; turned codes take the slots of what has been read
 //
-// Two blocks per SM of Hopper (128 registers, at most 109 KiB); row sums are added by a launch
-// behind. Bound by memory: gradients read 6 bytes an activated column and write 2 to 5.
+// Two blocks per SM of Hopper (128 registers, at most 109 KiB); row sums are added by a launch behind. Bound by memory:
+// gradients read 6 bytes per activated column and write 2 to 5.
 #include <algorithm>
 #include <string>
 

@@ -37,13 +37,9 @@ struct Op16 {
 
   template <bool kFirst>
   static __device__ void multiply(const Fragments<Shape>& f, Sums<Shape>& sums) {
-#pragma unroll
-    for (int i = 0; i < kMmaRows / kMmaSlab; ++i) {
-#pragma unroll
-      for (int j = 0; j < Shape::kWarpCols / 8; ++j) {
-        multiply_add<T>(sums[i][j], f.a[i], f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]);
-      }
-    }
+    multiply_all<Shape>(f, sums, [](float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+      multiply_add<T>(sum, a, b0, b1);
+    });
   }
 };
 
@@ -192,8 +188,6 @@ std::string refuses(const GroupedMatmul& call, const Target&) {
   return refuses_extents(call, Ops16::Shape::kDepth);
 }
 
-size_t workspace(const GroupedMatmul& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
-
 void launch(const GroupedMatmul& call, const Context& context) {
   if (call.lhs.dtype != DType::f32) return launch_mma<Ops16>(call, context);
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
@@ -208,6 +202,6 @@ void launch(const GroupedMatmul& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmul> grouped_matmul_any_cuda = {
-    "grouped_matmul_any_cuda", Arch::cuda, Kind::reference, refuses, workspace, launch};
+    "grouped_matmul_any_cuda", Arch::cuda, Kind::reference, refuses, scan_bytes, launch};
 
 }  // namespace grouped

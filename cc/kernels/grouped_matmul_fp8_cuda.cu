@@ -32,13 +32,9 @@ struct CodeProduct {
 
   template <bool kFirst>
   static __device__ void multiply(const Fragments<Shape>& f, Sums<Shape>& sums) {
-#pragma unroll
-    for (int i = 0; i < kMmaRows / kMmaSlab; ++i) {
-#pragma unroll
-      for (int j = 0; j < Shape::kWarpCols / 8; ++j) {
-        multiply_add_codes<kLhs, kRhs, kFirst>(sums[i][j], f.a[i], f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]);
-      }
-    }
+    multiply_all<Shape>(f, sums, [](float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+      multiply_add_codes<kLhs, kRhs, kFirst>(sum, a, b0, b1);
+    });
   }
 };
 
@@ -90,11 +86,9 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
   return refuses_extents(call, Codes::Shape::kDepth);
 }
 
-size_t workspace(const GroupedMatmul& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
-
 }  // namespace
 
 const Kernel<GroupedMatmul> grouped_matmul_fp8_cuda = {
-    "grouped_matmul_fp8_cuda", Arch::cuda, Kind::special, refuses, workspace, launch_mma<Codes>};
+    "grouped_matmul_fp8_cuda", Arch::cuda, Kind::special, refuses, scan_bytes, launch_mma<Codes>};
 
 }  // namespace grouped

@@ -208,8 +208,6 @@ std::string refuses(const GroupedMatmul& call, const Target&) {
   return "";
 }
 
-size_t workspace(const GroupedMatmul& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
-
 template <class Product, bool kTurned>
 void launch_product(const GroupedMatmul& call, const Context& context) {
   constexpr int kTile = Product::Tile::kTile;
@@ -257,6 +255,6 @@ void launch(const GroupedMatmul& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmul> grouped_matmul_narrow_cuda = {
-    "grouped_matmul_narrow_cuda", Arch::cuda, Kind::special, refuses, workspace, launch, kAlignment};
+    "grouped_matmul_narrow_cuda", Arch::cuda, Kind::special, refuses, scan_bytes, launch, kAlignment};
 
 }  // namespace grouped

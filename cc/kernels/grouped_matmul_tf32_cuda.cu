@@ -51,7 +51,7 @@ struct Tf32 {
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) b[j][e] = as_tf32(f.b[j / 2][j % 2 * 2 + e]);
+      for (int e = 0; e < 2; ++e) b[j][e] = as_tf32(f.column(j, e));
     }
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
@@ -69,7 +69,7 @@ struct Tf32 {
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) b[j][e] = split_tf32(f.b[j / 2][j % 2 * 2 + e]);
+      for (int e = 0; e < 2; ++e) b[j][e] = split_tf32(f.column(j, e));
     }
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
@@ -133,8 +133,6 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
   return refuses_extents(call, Tf32<1>::Shape::kDepth);
 }
 
-size_t workspace(const GroupedMatmul& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }
-
 void launch(const GroupedMatmul& call, const Context& context) {
   return call.fp32_mode == "tf32" ? launch_mma<Tf32<1>>(call, context)
                                   : launch_mma<Tf32<3>, Tf32<3, true>>(call, context);
@@ -143,6 +141,6 @@ void launch(const GroupedMatmul& call, const Context& context) {
 }  // namespace
 
 const Kernel<GroupedMatmul> grouped_matmul_tf32_cuda = {
-    "grouped_matmul_tf32_cuda", Arch::cuda, Kind::special, refuses, workspace, launch};
+    "grouped_matmul_tf32_cuda", Arch::cuda, Kind::special, refuses, scan_bytes, launch};
 
 }  // namespace grouped

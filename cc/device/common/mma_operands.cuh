@@ -148,6 +148,9 @@ template <class Shape>
 struct Fragments {
   uint32_t a[kMmaRows / kMmaSlab][4];
   uint32_t b[Shape::kWarpCols / kMmaSlab][4];
+
+  // Word `half` of column block j of 8.
+  __device__ uint32_t column(int j, int half) const { return b[j / 2][j % 2 * 2 + half]; }
 };
 
 // Where a lane reads the fragments of one operand: 16 of its rows or columns and half a stage at a time, as the words

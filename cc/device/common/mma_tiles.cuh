@@ -39,6 +39,16 @@ __device__ void clear(Sums<Shape>& sums) {
   }
 }
 
+// multiply(sums, a, b0, b1) for every slab of rows and block of columns.
+template <class Shape, class F>
+__device__ void multiply_all(const Fragments<Shape>& f, Sums<Shape>& sums, const F& multiply) {
+#pragma unroll
+  for (int i = 0; i < kMmaRows / kMmaSlab; ++i) {
+#pragma unroll
+    for (int j = 0; j < Shape::kWarpCols / 8; ++j) multiply(sums[i][j], f.a[i], f.column(j, 0), f.column(j, 1));
+  }
+}
+
 // Both operands of one tile on their way into the ring, stage after stage.
 template <class Shape, bool kLhsKMajor, bool kRhsKMajor>
 class Copies {

@@ -259,6 +259,10 @@ inline int64_t most_tiles(const Problem& p, int tile_rows) {
                          : most_row_tiles(p.tokens, p.scan.count, tile_rows) * p.col_tiles;
 }
 
+inline size_t scan_bytes(const GroupedMatmul& call, const Target&) {
+  return GroupScan::bytes(call.group_sizes.dims[0]);
+}
+
 // Scans the sizes of groups for tiles of so many rows; how many tiles there can be at most. 0: there is nothing to do.
 inline int64_t scan_tiles(const GroupedMatmul& call, const Problem& p, int tile_rows, cudaStream_t stream) {
   const int64_t tiles = most_tiles(p, tile_rows);
