@@ -330,7 +330,7 @@ def _deliver(saved: Saved, sizes: Tensor, at: int, grads: PairGrads, deliver: De
     for factor, (needed, (rows, dy, made)) in enumerate(zip(needs, parts, strict=True), start=2 * at):
         product, spec = facts.products[factor], facts.specs.factors[factor]
         if needed and product is not None:
-            deliver(factor, WeightGradient(product, spec, rows, dy, sizes, saved.rows, made=made))
+            deliver(factor, WeightGradient(product, spec, rows, dy, sizes, saved.rows, made=(made, None)))
 
 
 def _needs(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]) -> LoraMlpNeeds:
@@ -350,7 +350,6 @@ ADAPTED_MLP = Operation(
     facts=partial(_facts, _FORWARD, _AT_HIDDEN, _FIRST),
     forward=_forward,
     backward=_backward,
-    at_once=True,
 )
 ADAPTED_ROUTED = Operation(
     name=ROUTED_NAME,
@@ -364,6 +363,5 @@ ADAPTED_ROUTED = Operation(
     forward=_forward_of_tokens,
     backward=_backward,
     count=rows_of_tokens,
-    at_once=True,
 )
 OPERATIONS[NAME], OPERATIONS[ROUTED_NAME] = ADAPTED_MLP, ADAPTED_ROUTED

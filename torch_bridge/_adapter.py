@@ -154,7 +154,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     if needs.a:
         deliver(0, WeightGradient(down, factors[0], rows_a, dy_a, sizes, saved.rows))
     if needs.b:
-        deliver(1, WeightGradient(up, factors[1], rows_b, dy_b, sizes, saved.rows, made=db))
+        deliver(1, WeightGradient(up, factors[1], rows_b, dy_b, sizes, saved.rows, made=(db, None)))
     return dx, dc, (d_bias,)
 
 
@@ -169,6 +169,5 @@ ADAPTED = Operation(
     facts=_facts,
     forward=_forward,
     backward=_backward,
-    at_once=True,
 )
 OPERATIONS[ADAPTED.name] = ADAPTED

@@ -74,13 +74,12 @@ class Operation:
         places: positions of the weights among the arguments. scale_place: position of the row scale.
         check: (all arguments, caches of layers) -> checked arguments.
         needs: (x, each weight, row scale, each bias) -> the gradients to compute, as the rules take them.
-        facts: (operation, specs of its operands, needs) -> what follows from them; with `at_once`, also: (for each
-            weight, whether its gradient may be computed along with others).
+        facts: (operation, specs of its operands, needs, for each weight whether its whole gradient goes to autograd, so
+            that it may be computed along with others) -> what follows from them.
         forward: (arguments, facts, scaling, M, out) -> (the result [M, N], the operands that backward reads).
         backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> the other gradients. It removes operands
             from the list, so that rows are freed as soon as they are no longer read.
         count: (arguments) -> M, the number of rows of the products.
-        at_once: whether gradients of weights are computed along with others where they go to autograd as a whole.
     """
 
     name: str
@@ -94,7 +93,6 @@ class Operation:
     forward: Callable[[Arguments, Facts, Scaling, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
     backward: Callable[[Saved, list[Any], Any, Tensor | None, Deliver], MainGradients]
     count: Callable[[Arguments], Any] = lambda given: given.x.shape[0]
-    at_once: bool = False
 
 
 def differentiable(
@@ -204,7 +202,7 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...], elsew
     named = zip(operation.weights, lists, live, strict=False)
     routes = [Route(name, count, packed, own) for name, (count, packed), own in named]
     whole = [not elsewhere and len(route.live) == route.parts for route in routes]
-    facts = operation.facts(checked.op, checked.specs, needs, *([whole] if operation.at_once else []))
+    facts = operation.facts(checked.op, checked.specs, needs, whole)
     asked = checked.asked[elsewhere][needed] = facts, _Rest(operation, tuple(biases), routes)
     return asked
 

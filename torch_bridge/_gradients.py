@@ -54,17 +54,24 @@ def weight_grad(run: Any, static: WeightFacts, o: WeightOperands) -> list[Any]:
     ]
 
 
+def made_along(run: Any, op: Linear, weight: OperandSpec, rows: Any, dy: Any, sizes: Any) -> list[Any]:
+    """New gradients of a weight in a rule that computes others too: of the weight and None, or of its two halves."""
+    halves = (1, 2) if op.paired else (0,)
+    made = weight_grad(run, (op, weight, halves, False), WeightOperands(rows, dy, sizes, None, None))
+    return made if op.paired else [*made, None]
+
+
 _WEIGHT_GRAD = define("weight_grad", weight_grad, WeightOperands, rows=("rows", "dy"), written=("into", "into_up"))
 
 
 @dataclass(slots=True, eq=False)
 class WeightGradient:
-    """The gradient of one weight, computed later if not `made`: dW_g = sum rows^T dy over the rows of group g.
+    """The gradient of one weight, computed later unless it is `made`: dW_g = sum rows^T dy over the rows of group g.
 
     Attributes:
         op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as the main gradients return them.
         count: M.
-        made: the packed gradient, where it was computed along with others; then `rows` and `dy` are None.
+        made: the result of `made_along`, if it was computed along with others; then `rows` and `dy` are None.
     """
 
     op: Linear
@@ -73,12 +80,13 @@ class WeightGradient:
     dy: Any
     sizes: Tensor
     count: Any
-    made: Any = field(default=None, kw_only=True)
+    made: Sequence[Any] = field(default=(None, None), kw_only=True)
 
     def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Any]:
         """New gradients for the tensors at `live` of a weight of `count` tensors; `packed`: it is one tensor."""
-        if self.made is not None:
-            return [self.made] if packed else list(self.made.unbind())
+        whole, up = self.made
+        if whole is not None:
+            return [whole, up] if self.op.paired else [whole] if packed else list(whole.unbind())
         if packed or self.op.paired:
             return self.launch(self._halves(live), False, None, None)
         if len(live) == count:

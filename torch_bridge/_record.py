@@ -291,7 +291,7 @@ def _program(
     rule: Rule, static: Hashable, layouts: Sequence[Layout], leaves: Sequence[Leaf], rows: int, device: torch.device
 ) -> Program:
     recording = record(rule, static, layouts, [given_of(each) for each in leaves], rows)
-    steps, workspace_bytes = _planned(recording, _addresses(recording, leaves), arch_of(device))
+    steps, registers, workspace_bytes = _planned(recording, _addresses(recording, leaves), arch_of(device))
     index, empty = (-1, empty_on_cpu) if device.type == "cpu" else (device.index, empty_on_cuda)
     leaves_of = [at for output in recording.outputs for at in output.leaves]
     returned = {-2 - at for at in leaves_of if at < -1}
@@ -300,8 +300,7 @@ def _program(
         steps,
         [(same(layout), list(ats)) if layout else ats[0] for layout, ats in recording.outputs],
         [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and at not in returned],
-        len(recording.specs) + 1,
-        ((workspace_bytes,), (1,), torch.uint8) if workspace_bytes else None,
+        registers,
         empty,
         partial(address_table, device=index),
         Flat,
@@ -313,24 +312,32 @@ def _program(
 
 
 def _addresses(recording: Recording, leaves: Sequence[Leaf]) -> list[int]:
-    """For each register and the workspace, an address as aligned as that of every operand with the facts of `leaves`.
+    """For each register, an address as aligned as that of every operand with the facts of `leaves`.
 
     These facts include whether an address is aligned. Memory that a replay allocates is aligned, and so are
     tables.
     """
     found = [each.data_ptr() if isinstance(each, Tensor) else 0 for each in leaves if each is not None]
-    found += [0] * (len(recording.specs) + 1 - recording.given)
+    found += [0] * (len(recording.specs) - recording.given)
     for register, row in recording.rows.items():
         found[register] = found[row.leaf] + row.offset if found[row.leaf] % ALIGNMENT == 0 else 1
     return found
 
 
-def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple[list[tuple[Any, ...]], int]:
-    """(the steps as `_native.Program` takes them, bytes of the workspace that they share)."""
+SHARED_WORKSPACE = 1 << 20
+"""Launches of a program share one workspace, which saves allocations, unless they need more bytes than this.
+
+A larger one is freed after its launch, as it would count at the peak of memory.
+"""
+
+
+def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple[list[tuple[Any, ...]], int, int]:
+    """(the steps as `_native.Program` takes them, number of registers, bytes of the largest workspace)."""
     keep = set(recording.made())
     rows = recording.rows
     steps: list[tuple[Any, ...]] = []
-    workspace_bytes = 0
+    shared = len(recording.specs)  # the register of the shared workspace, before those of larger ones
+    workspaces: dict[int, tuple[int, int]] = {}  # by register: the first launch that uses it, its bytes
     for step in reversed(recording.steps):
         if isinstance(step, Cast):
             steps.append((step.source, step.result, step.dtype))
@@ -347,22 +354,28 @@ def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple
         offsets = [rows[at].offset if at in rows else 0 for at in registers]
         registers = [rows[at].leaf if at in rows else at for at in registers]
         if needed:
-            registers[-1] = len(recording.specs)
-        workspace_bytes = max(workspace_bytes, needed)
-        shared = {output for _, output in step.call.aliases}
+            registers[-1] = shared if needed <= SHARED_WORKSPACE else shared + 1 + len(workspaces)
+        buffers = {output for _, output in step.call.aliases}
         new = {
             slot: (registers[slot], (spec.shape, _strides(spec.shape), RESULT_DTYPES[spec.dtype]))
             for slot, spec in enumerate(step.call.outputs, inputs)
-            if registers[slot] >= 0 and spec is not None and slot - inputs not in shared
+            if registers[slot] >= 0 and spec is not None and slot - inputs not in buffers
         }
         for part, touched, first in _parts_from_the_last(plan, at_slots):
             own = [register if slot in touched else -1 for slot, register in enumerate(registers[:-1])]
-            read = {register for register in own[:inputs] if register >= 0}
+            used = {register for register in (*own[:inputs], registers[-1]) if register >= 0}
             launcher = _native.Launcher(EXCHANGE, plan, [*own, registers[-1]], offsets, part)
             made = tuple([new[slot] for slot in first if slot in new])
-            steps.append((step.call.name, launcher, made, tuple(read - keep)))
-            keep |= read
-    return steps[::-1], workspace_bytes
+            steps.append((step.call.name, launcher, made, None, tuple(used - keep)))
+            keep |= used
+        if needed:
+            _, most = workspaces.get(registers[-1], (0, 0))
+            workspaces[registers[-1]] = (len(steps) - 1, max(needed, most))
+    for workspace, (first_user, count) in workspaces.items():
+        name, launcher, made, _, last_used = steps[first_user]
+        steps[first_user] = name, launcher, made, (workspace, ((count,), (1,), torch.uint8)), last_used
+    sizes = [count for _, count in workspaces.values()]
+    return steps[::-1], shared + 1 + len(workspaces), max(sizes, default=0)
 
 
 def _parts_from_the_last(plan: _native.Plan, addresses: list[int]) -> list[tuple[int, Sequence[int], Sequence[int]]]:
@@ -480,9 +493,9 @@ def _launch(
 ) -> None:
     """One launch with the checks of GROUPED_DEBUG."""
     if "poison" in flags:
-        for each in (None if launcher.continues else values[-1], *[values[register] for register in made]):
-            if each is not None:
-                each.view(torch.uint8).fill_(0xFF)  # bytes that every float type reads as NaN
+        has_workspace = launcher.workspace >= 0 and not launcher.continues
+        for register in (*made, *([launcher.workspace] if has_workspace else [])):
+            values[register].view(torch.uint8).fill_(0xFF)  # bytes that every float type reads as NaN
     if instead is None:
         launcher.launch(values, stream)
     else:

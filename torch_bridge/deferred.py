@@ -104,7 +104,7 @@ def grouped_mlp_fwd(
         asked = restrict(needs or MlpNeeds(), specs)
         own = [len(leaves) > 0 for leaves in given.leaves]  # a quantised operand without a master has no gradient
         asked = asked._replace(x=asked.x and given.leaf is not None, wi=asked.wi and own[0], wo=asked.wo and own[1])
-        y, tensors, saved = forward_and_saved(MLP, given, MLP.facts(op, specs, asked), out)
+        y, tensors, saved = forward_and_saved(MLP, given, MLP.facts(op, specs, asked, (False, False)), out)
         x_spec = ArraySpec(tuple(given.x.shape), specs.x.dtype)
         packed = tuple(isinstance(each, Tensor) for each in given.biases)
         return y, MlpResiduals(saved, x_spec, given.sizes, tuple(tensors), given.leaves, packed)

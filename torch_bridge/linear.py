@@ -23,7 +23,7 @@ from torch_bridge._args import Arguments, Members, linear_arguments
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import NAMES
-from torch_bridge._gradients import WeightGradient
+from torch_bridge._gradients import WeightGradient, made_along
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
@@ -128,14 +128,18 @@ _FORWARD = define(
 )
 
 _GradOperands = namedtuple("_GradOperands", "x weight sizes bias row_scale dy grad_input extras")
-"""Operands of all gradients except the weight's, in the order of `gradients.main_grads`."""
+"""Operands of the gradients, in the order of `gradients.main_grads`."""
 
 
-def _main_grads_rule(run: Any, static: tuple[Linear, LinearSpecs, Needs], o: _GradOperands) -> tuple[Any, ...]:
-    op, specs, needs = static
+def _main_grads_rule(run: Any, static: tuple[Linear, LinearSpecs, Needs, bool], o: _GradOperands) -> tuple[Any, ...]:
+    op, specs, needs, new_w = static
     *operands, grad_input, extras = o
     (extras,) = extras or _NO_EXTRAS
-    return gradients.main_grads(run, op, specs, *operands, needs=needs, grad_input=grad_input, extras=extras)[:5]
+    options: dict[str, Any] = {"needs": needs, "grad_input": grad_input, "extras": extras}
+    *found, rows, dy = gradients.main_grads(run, op, specs, *operands, **options)[:5]
+    if not new_w:
+        return *found, rows, dy, None, None
+    return *found, None, None, *made_along(run, op, specs[1], rows, dy, o.sizes)
 
 
 _MAIN_GRADS = define(
@@ -144,7 +148,7 @@ _MAIN_GRADS = define(
     _GradOperands,
     rows=("x", "row_scale", "dy", "grad_input"),
     written=("grad_input",),
-    most_results=9,  # three gradients, and x and dy as the weight gradient reads them
+    most_results=9,  # three gradients, and that of the weight or x and dy as it reads them
 )
 
 
@@ -152,10 +156,10 @@ _MAIN_GRADS = define(
 # Forward and backward
 
 
-def _facts(op: Linear, specs: LinearSpecs, needs: Needs) -> Facts:
+def _facts(op: Linear, specs: LinearSpecs, needs: Needs, whole: Sequence[bool]) -> Facts:
     _, _, bias, row_scale = specs
     keep = gradients.linear_saved(op, needs, bias is not None, row_scale is not None)
-    forward, main = prepare(_FORWARD, (op, needs)), prepare(_MAIN_GRADS, (op, specs, needs))
+    forward, main = prepare(_FORWARD, (op, needs)), prepare(_MAIN_GRADS, (op, specs, needs, needs.w and whole[0]))
     return Facts(op, specs, needs, any(needs), keep, (op,), forward, (main,))
 
 
@@ -185,9 +189,9 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     buffer = grad_input if facts.needs.x else None
     operands = [(x, weight, sizes, bias, row_scale, dy, buffer, extras)]  # those of _GradOperands
     del x, weight, dy  # so that they are freed once no launch reads them
-    dx, db, dc, rows, of_dy = call_prepared(facts.backward[0], operands, saved.rows)
+    dx, db, dc, rows, of_dy, *made = call_prepared(facts.backward[0], operands, saved.rows)
     if facts.needs.w:
-        deliver(0, WeightGradient(facts.op, facts.specs[1], rows, of_dy, sizes, saved.rows))
+        deliver(0, WeightGradient(facts.op, facts.specs[1], rows, of_dy, sizes, saved.rows, made=made))
     return dx, dc, (db,)
 
 

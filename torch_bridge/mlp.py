@@ -25,7 +25,7 @@ from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import MLP_NAMES
-from torch_bridge._gradients import WeightGradient
+from torch_bridge._gradients import WeightGradient, made_along
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Rule, prepare
 from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
@@ -126,16 +126,19 @@ _FORWARD = define(
     notes_sizes=True,
 )
 
-GradFacts = tuple[Mlp, MlpSpecs, MlpNeeds]
-"""Static facts of both stages of backward."""
+GradFacts = tuple[Mlp, MlpSpecs, MlpNeeds, bool]
+"""Static facts of both stages of backward; the last: whether the stage computes the gradient of its weight too."""
 
 _HiddenOperands = namedtuple("_HiddenOperands", "x h z wi wo sizes probs wi_bias wo_bias dy extras")
 """Operands of the first stage, which ends at the gradient of the hidden rows, in the order of `rules.at_hidden`."""
 
 
 def _hidden_rule(run: Any, static: GradFacts, o: _HiddenOperands) -> tuple[Any, ...]:
-    op, specs, needs = static
-    return rules.at_hidden(run, op, specs, *o[:-1], needs=needs, extras=o.extras or NO_EXTRAS)[:6]
+    op, specs, needs, new_wo = static
+    *found, z, dy = rules.at_hidden(run, op, specs, *o[:-1], needs=needs, extras=o.extras or NO_EXTRAS)[:6]
+    if not new_wo:
+        return *found, z, dy, None, None
+    return *found, None, None, *made_along(run, op.fc2(), specs.wo, z, dy, o.sizes)
 
 
 _AT_HIDDEN = define(
@@ -143,7 +146,7 @@ _AT_HIDDEN = define(
     _hidden_rule,
     _HiddenOperands,
     rows=("x", "h", "z", "probs", "dy"),
-    most_results=15,  # three gradients, two forms of dh, and z and dy as the weight gradient reads them
+    most_results=15,  # three gradients, two forms of dh, and the gradient of wo or z and dy as it reads them
 )
 
 _FirstOperands = namedtuple("_FirstOperands", "dh of_dh x wi sizes grad_input extras")
@@ -151,10 +154,13 @@ _FirstOperands = namedtuple("_FirstOperands", "dh of_dh x wi sizes grad_input ex
 
 
 def _first_rule(run: Any, static: GradFacts, o: _FirstOperands) -> tuple[Any, ...]:
-    op, specs, needs = static
+    op, specs, needs, new_wi = static
     options = {"grad_input": o.grad_input, "extras": (o.extras or NO_EXTRAS)[0]}
     found = rules.first_product(run, op, specs, o.x, o.wi, o.sizes, o.dh, o.of_dh, needs=needs, **options)
-    return found.x, found.bias, found.rows, found.dy
+    if not new_wi:
+        return found.x, found.bias, found.rows, found.dy, None, None
+    made = made_along(run, op.fc1(), specs.wi, found.rows, found.dy, o.sizes)
+    return found.x, found.bias, None, None, *made
 
 
 _FIRST_PRODUCT = define(
@@ -163,7 +169,7 @@ _FIRST_PRODUCT = define(
     _FirstOperands,
     rows=("x", "dh", "of_dh", "grad_input"),
     written=("grad_input",),
-    most_results=8,  # two gradients, and x and dh as the weight gradient reads them
+    most_results=8,  # two gradients, and that of wi or x and dh as it reads them
 )
 
 
@@ -171,11 +177,20 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
-def facts_of(forward: Rule, at_hidden: Rule, first_product: Rule, op: Mlp, specs: MlpSpecs, needs: MlpNeeds) -> Facts:
+def facts_of(
+    forward: Rule,
+    at_hidden: Rule,
+    first_product: Rule,
+    op: Mlp,
+    specs: MlpSpecs,
+    needs: MlpNeeds,
+    whole: Sequence[bool],
+) -> Facts:
     """The facts of an MLP with these operators; the last is left out if nothing needs the gradient of hidden rows."""
     keep = kept(op, needs, specs.probs is not None, specs.wi_bias is not None, specs.wo_bias is not None)
-    stages = (at_hidden, first_product) if needs_dh(needs) else (at_hidden,)
-    backward = tuple([prepare(stage, (op, specs, needs)) for stage in stages])
+    backward = (prepare(at_hidden, (op, specs, needs, needs.wo and whole[1])),)
+    if needs_dh(needs):
+        backward = (*backward, prepare(first_product, (op, specs, needs, needs.wi and whole[0])))
     return Facts(op, specs, needs, any(needs), keep, (op.fc1(), op.fc2()), prepare(forward, (op, needs)), backward)
 
 
@@ -235,17 +250,17 @@ def in_stages(
     """
     facts = saved.facts
     needs, specs, (fc1, fc2) = facts.needs, facts.specs, facts.products
-    dp, db2, dh, of_dh, z, dy = call_prepared(facts.backward[0], at_hidden, saved.rows)
+    dp, db2, dh, of_dh, z, dy, *made = call_prepared(facts.backward[0], at_hidden, saved.rows)
     if needs.wo:
-        deliver(1, WeightGradient(fc2, specs.wo, z, dy, sizes, saved.rows))
+        deliver(1, WeightGradient(fc2, specs.wo, z, dy, sizes, saved.rows, made=made))
     del z, dy
     dx = db1 = None
     if len(facts.backward) > 1:
         operands = [(dh, of_dh, *first.pop())]
         del dh, of_dh
-        dx, db1, rows, dh = call_prepared(facts.backward[1], operands, saved.rows)
+        dx, db1, rows, dh, *made = call_prepared(facts.backward[1], operands, saved.rows)
         if needs.wi:
-            deliver(0, of_wi(fc1, specs.wi, rows, dh, sizes, saved.rows))
+            deliver(0, of_wi(fc1, specs.wi, rows, dh, sizes, saved.rows, made=made))
     return dx, dp, (db1, db2)
 
 

@@ -27,7 +27,7 @@ from torch_bridge._args import Accumulators, Arguments, Members
 from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import ROUTED_NAMES
-from torch_bridge._gradients import WeightFacts, WeightGradient, WeightOperands, weight_grad
+from torch_bridge._gradients import WeightFacts, WeightGradient, WeightOperands, made_along, weight_grad
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
 from torch_bridge._routed_args import routed_arguments, rows_of_tokens
@@ -126,12 +126,15 @@ HiddenOperands = namedtuple("HiddenOperands", "x h z wi wo sizes source inverse 
 
 
 def _hidden_rule(run: Any, static: GradFacts, o: HiddenOperands) -> tuple[Any, ...]:
-    op, specs, needs = static
+    op, specs, needs, new_wo = static
     order = Order(o.sizes, o.source, o.inverse, None, o.probs)
     operands = (o.x, o.h, o.z, o.wi, o.wo, order, o.wi_bias, o.wo_bias, o.dy)
     probs: Any = specs.probs
     options: dict[str, Any] = {"weights_dtype": probs.dtype, "extras": o.extras or NO_EXTRAS}
-    return rules.at_hidden(run, op, specs, *operands, needs, **options)[:6]
+    *found, z, dy = rules.at_hidden(run, op, specs, *operands, needs, **options)[:6]
+    if not new_wo:
+        return *found, z, dy, None, None
+    return *found, None, None, *made_along(run, op.fc2(), specs.wo, z, dy, o.sizes)
 
 
 _AT_HIDDEN = define(
@@ -139,7 +142,7 @@ _AT_HIDDEN = define(
     _hidden_rule,
     HiddenOperands,
     derived=("x", "h", "z", "source", "inverse", "probs", "dy"),
-    most_results=15,  # three gradients, two forms of dh, and z and dy as the weight gradient reads them
+    most_results=15,  # three gradients, two forms of dh, and the gradient of wo or z and dy as it reads them
 )
 
 FirstOperands = namedtuple("FirstOperands", "dh of_dh x wi sizes source inverse grad_input extras")
@@ -147,12 +150,18 @@ FirstOperands = namedtuple("FirstOperands", "dh of_dh x wi sizes source inverse 
 
 
 def _first_rule(run: Any, static: GradFacts, o: FirstOperands) -> tuple[Any, ...]:
-    op, specs, needs = static
+    op, specs, needs, new_wi = static
     order = Order(o.sizes, o.source, o.inverse, None, None)
-    options = {"grad_input": o.grad_input, "extras": (o.extras or NO_EXTRAS)[0]}
-    operands = (o.x, o.wi, order, o.dh, o.of_dh)
-    found = rules.first_product(run, op, specs, *operands, needs, **options)
-    return found.x, found.bias, found.rows, found.dy
+    (extras, *_) = o.extras or NO_EXTRAS
+    gathers_late = not rules.measures_rows(op)  # rows of x are made after dx, so that they are not alive before
+    operands = (None if gathers_late else o.x, o.wi, order, o.dh, o.of_dh)
+    found = rules.first_product(run, op, specs, *operands, needs, grad_input=o.grad_input, extras=extras)
+    rows = found.rows
+    if not new_wi:
+        return found.x, found.bias, rows, found.dy, None, None
+    if gathers_late:
+        rows = rules.first_rows(run, op.fc1(), specs.wi, o.x, o.source, o.inverse, o.sizes, extras.x)
+    return found.x, found.bias, None, None, *made_along(run, op.fc1(), specs.wi, rows, found.dy, o.sizes)
 
 
 _FIRST_PRODUCT = define(
@@ -161,7 +170,7 @@ _FIRST_PRODUCT = define(
     FirstOperands,
     derived=("x", "source", "inverse", "dh", "of_dh", "grad_input"),
     written=("grad_input",),
-    most_results=8,  # two gradients, and x and dh as the weight gradient reads them
+    most_results=8,  # two gradients, and that of wi or x and dh as it reads them
 )
 
 
@@ -248,8 +257,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     of_wi: Callable[..., WeightGradient] = WeightGradient
     rows_of = x if of_weight else None
     if of_weight and not rules.measures_rows(facts.op):  # then rows are gathered where the gradient is computed
-        scale = scaling.scale(0, X)
-        of_wi, rows_of = partial(_GatheredGradient, x=x, source=source, inverse=inverse, scale=scale), None
+        of_wi = partial(_GatheredGradient, x=x, source=source, inverse=inverse, scale=scaling.scale(0, X))
     buffer, of_both = grad_input if facts.needs.x else None, scaling.extras(2, BACKWARD, key, training=True)
     rows, biases = (x if again else None, h, z), (wi_bias, wo_bias)
     at_hidden = [(*rows, wi, wo, sizes, source, inverse, probs, *biases, dy, of_both)]  # those of HiddenOperands

@@ -64,6 +64,9 @@ class Launcher {
   // Whether the workspace holds what an earlier part left in it.
   bool continues() const { return part_ > 0; }
 
+  // The register of the workspace, negative without one.
+  int workspace() const { return registers_.back(); }
+
   void launch(nb::list values, uintptr_t stream) const {
     std::vector<uintptr_t> known(static_cast<size_t>(PyList_Size(values.ptr())));
     launch(values, &known, stream);
@@ -111,8 +114,9 @@ struct Made {
 struct Step {
   nb::object name, launcher;
   const Launcher* launch = nullptr;
+  std::vector<Made> workspace;  // one, or none: where this is the first launch that uses it
   std::vector<Made> made;
-  nb::object made_at;          // their registers, for `watch`
+  nb::object made_at;          // registers of `made`, for `watch`
   std::vector<int> last_used;  // registers that no later step reads
   int source = -1;
 };
@@ -125,7 +129,7 @@ struct Result {
   std::vector<int> at;
 };
 
-// Registers: the operands that are there, in order | what steps make ... | the workspace, which all launches share.
+// Registers: the operands that are there, in order | what steps make, workspaces included.
 //
 //   leaves   x   None   [w0, w1]          registers   x   table   y   workspace
 //            |            `-- table_of(addresses) --------^       ^       ^
@@ -134,7 +138,7 @@ struct Result {
 class Program {
  public:
   Program(nb::object exchange, nb::list steps, nb::sequence results, std::vector<int> released, int registers,
-          nb::object workspace, nb::object empty, nb::object table_of, nb::object flat, nb::object place)
+          nb::object empty, nb::object table_of, nb::object flat, nb::object place)
       : exchange_object_(std::move(exchange)),
         exchange_(nb::cast<const Exchange*>(exchange_object_)),
         released_(std::move(released)),
@@ -145,7 +149,6 @@ class Program {
         to_(nb::str("to")) {
     for (nb::handle step : steps) steps_.push_back(step_of(nb::cast<nb::tuple>(step)));
     for (nb::handle result : results) results_.push_back(result_of(result));
-    if (!workspace.is_none()) workspace_ = {made_of(registers - 1, nb::cast<nb::tuple>(workspace))};
     if (!place.is_none()) {
       const nb::tuple facts = nb::cast<nb::tuple>(place);
       device_ = facts[0];
@@ -186,13 +189,13 @@ class Program {
 
   nb::list finish(Started started, uintptr_t stream, nb::object watch) const {
     const nb::list& values = started.values;
-    for (const Made& made : workspace_) allocate(values, made);
     for (const Step& step : steps_) {
       if (!step.launcher.is_valid()) {
         const nb::object source = nb::borrow(item_of(values, step.source));
         set_item(values, step.made[0].at, nb::getattr(source, to_)(step.made[0].dtype));
         continue;
       }
+      for (const Made& made : step.workspace) allocate(values, made);
       for (const Made& made : step.made) allocate(values, made);
       if (watch.is_none()) {
         step.launch->launch(values, &started.known, stream);
@@ -226,7 +229,11 @@ class Program {
   }
 
  private:
-  static Made made_of(int at, nb::tuple facts) { return {at, facts[0], facts[1], facts[2]}; }
+  // (register, (shape, strides, dtype))
+  static Made made_of(nb::handle given) {
+    const nb::tuple pair = nb::cast<nb::tuple>(given), facts = nb::cast<nb::tuple>(pair[1]);
+    return {nb::cast<int>(pair[0]), facts[0], facts[1], facts[2]};
+  }
 
   static Step step_of(nb::tuple given) {
     Step step;
@@ -235,20 +242,21 @@ class Program {
       step.made.push_back({nb::cast<int>(given[1]), nb::none(), nb::none(), given[2]});
       return step;
     }
-    if (given.size() != 4 || !nb::isinstance<Launcher>(given[1])) {
-      throw nb::type_error("a step must be (name, Launcher, new tensors, last used) or (source, result, dtype)");
+    if (given.size() != 5 || !nb::isinstance<Launcher>(given[1])) {
+      throw nb::type_error(
+          "a step must be (name, Launcher, new tensors, new workspace, last used) or (source, result, dtype)");
     }
-    step.name = given[0];  // (name, launcher, ((register, (shape, strides, dtype)), ...), registers)
+    step.name = given[0];
     step.launcher = given[1];
     step.launch = nb::cast<const Launcher*>(step.launcher);
     nb::list ats;
     for (nb::handle each : given[2]) {
-      const nb::tuple pair = nb::cast<nb::tuple>(each);
-      step.made.push_back(made_of(nb::cast<int>(pair[0]), nb::cast<nb::tuple>(pair[1])));
-      ats.append(pair[0]);
+      step.made.push_back(made_of(each));
+      ats.append(step.made.back().at);
     }
+    if (!given[3].is_none()) step.workspace = {made_of(given[3])};
     step.made_at = nb::tuple(ats);
-    step.last_used = nb::cast<std::vector<int>>(given[3]);
+    step.last_used = nb::cast<std::vector<int>>(given[4]);
     return step;
   }
 
@@ -281,7 +289,6 @@ class Program {
   std::vector<Result> results_;
   std::vector<int> released_;
   int registers_;
-  std::vector<Made> workspace_;  // one, or none
   nb::object empty_, table_of_, flat_, to_;
   nb::object device_, current_device_, stream_of_;  // not set on the CPU
 };
@@ -406,31 +413,31 @@ void define_program(nb::module_& module) {
           "operand; none: 0 for all. `part`: of those of the plan, whose other slots are absent; -1: the whole. Parts\n"
           "run in order, and nothing else writes to the workspace between them.")
       .def_prop_ro("continues", &Launcher::continues, "Whether the workspace holds what an earlier part left in it.")
+      .def_prop_ro("workspace", &Launcher::workspace, "The register of the workspace, -1 without one.")
       .def("launch", nb::overload_cast<nb::list, uintptr_t>(&Launcher::launch, nb::const_), nb::arg("values"),
            nb::arg("stream"), nb::sig("def launch(self, values: list, stream: int) -> None"),
            "Runs the kernel; otherwise as `Plan.launch`. Raises ValueError for a workspace that is too small.");
   nb::class_<Program>(module, "Program", "The planned steps of a rule, which run on the tensors of a list.")
       .def(
           nb::init<nb::object, nb::list, nb::sequence, std::vector<int>, int, nb::object, nb::object, nb::object,
-                   nb::object, nb::object>(),
+                   nb::object>(),
           nb::arg("exchange"), nb::arg("steps"), nb::arg("results"), nb::arg("released"), nb::arg("registers"),
-          nb::arg("workspace").none(), nb::arg("empty"), nb::arg("table_of"), nb::arg("flat").none() = nb::none(),
+          nb::arg("empty"), nb::arg("table_of"), nb::arg("flat").none() = nb::none(),
           nb::arg("place").none() = nb::none(),
           nb::sig("def __init__(self, exchange: Exchange, steps: list[tuple], "
                   "results: collections.abc.Sequence[int | tuple[object, collections.abc.Sequence[int]]], "
                   "released: collections.abc.Sequence[int], registers: int, "
-                  "workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, "
                   "empty: collections.abc.Callable[..., object], "
                   "table_of: collections.abc.Callable[[bytes], object], flat: type | None = None, "
                   "place: tuple[int, collections.abc.Callable[[], int], collections.abc.Callable[[int], int]] | None "
                   "= None) -> None"),
-          "A new tensor is given by the arguments of `empty`, (shape, strides, dtype), also the workspace.\n\n"
-          "`steps`: launches (name, launcher, ((register, new tensor), ...), registers that no later step reads) and\n"
-          "casts (register, register of the result, dtype). `results`: of each a register, -1 for None, or leaf n as\n"
-          "-2 - n; or (layout, several of these), of which `flat` makes one result. `released`: leaves that are taken\n"
-          "out of the list. `registers`: their number; those of the leaves that are there come first, and the "
-          "workspace\n"
-          "is the last. `table_of` makes a tensor of a leaf that is a list, from its `Exchange.addresses`. `place`: "
+          "A new tensor is given by the arguments of `empty`, (shape, strides, dtype).\n\n"
+          "`steps`: launches (name, launcher, ((register, new tensor), ...), (register, new workspace) or None, "
+          "registers\n"
+          "that no later step uses) and casts (register, register of the result, dtype). `results`: of each a register,\n"
+          "-1 for None, or leaf n as -2 - n; or (layout, several of these), of which `flat` makes one result.\n"
+          "`released`: leaves that are taken out of the list. `registers`: their number; those of the leaves that are\n"
+          "there come first. `table_of` makes a tensor of a leaf that is a list, from its `Exchange.addresses`. `place`: "
           "the\n"
           "CUDA device, what tells the current one, and what tells the current stream of a device; None: the CPU.")
       .def(

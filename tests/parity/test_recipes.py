@@ -717,12 +717,14 @@ def test_operators_of_quantised_operands_are_sound(recipe):
     def step() -> None:
         bound = recipe.bind(torch_bridge.scaling_state(recipe, len(sizes))) if recipe.delayed else recipe
         rows = x.clone().requires_grad_()
-        torch_bridge.grouped_linear(rows, w.clone().requires_grad_(), sizes, recipe=bound).backward(dy)
+        for accumulator in (None, torch.zeros_like(w)):  # the gradient of the weight along with others, and by itself
+            weight, options = w.clone().requires_grad_(), {"recipe": bound, "wgrad_accum": accumulator}
+            torch_bridge.grouped_linear(rows, weight, sizes, **options).backward(dy)
         q = torch_bridge.quantize(x, "mxfp8", axis=(1, 0), group_sizes=sizes)
         torch_bridge.dequantize(q)
         if recipe.delayed:
             torch_bridge.update_scaling(bound.state)
 
     names = opcheck(step, multiplies=False)
-    assert {"weight_grad", "quantize", "dequantize"} <= names
+    assert {"weight_grad_into0", "quantize", "dequantize"} <= names
     assert any(name.startswith("update_scaling") for name in names) == recipe.delayed

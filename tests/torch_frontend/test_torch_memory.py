@@ -334,7 +334,7 @@ def _values_at(addresses: bytes) -> Tensor:
     return torch.tensor([ctypes.c_float.from_address(each).value for each in memoryview(addresses).cast("q")])
 
 
-def _scaling_program(**changes: Any) -> _native.Program:
+def _scaling_program(workspace: Any = None, **changes: Any) -> _native.Program:
     """rows [2, 3] times scales, rounded to bf16; the leaves are rows, nothing, a list of scales, sizes."""
     specs = [("float32", (2, 3)), ("float32", (2,)), ("int32", (1,)), None]
     plan = _native.plan("scale_rows", "cpu", "", specs, [("float32", (2, 3))], {})
@@ -342,11 +342,10 @@ def _scaling_program(**changes: Any) -> _native.Program:
     new = ((2, 3), (3, 1), torch.float32)
     given = {
         "exchange": EXCHANGE,
-        "steps": [("scale_rows", launcher, ((3, new),), (0, 1, 2)), (3, 4, torch.bfloat16)],
+        "steps": [("scale_rows", launcher, ((3, new),), workspace, (0, 1, 2)), (3, 4, torch.bfloat16)],
         "results": [4, -1, -2 - 3],
         "released": [0],
         "registers": 6,
-        "workspace": None,
         "empty": empty_on_cpu,
         "table_of": _values_at,
     } | changes
@@ -369,7 +368,7 @@ def test_programs_run_their_steps() -> None:
     with asserts.refused(ValueError, ["operand", "no tensor"]):
         _scaling_program().run([None, None, *_leaves()[2:]], 0)
     with asserts.refused(TypeError, ["a step", "Launcher"]):
-        _scaling_program(steps=[("scale_rows", "no launcher", (), ())])
+        _scaling_program(steps=[("scale_rows", "no launcher", (), None, ())])
 
 
 def test_programs_let_launches_be_watched() -> None:
@@ -380,7 +379,7 @@ def test_programs_let_launches_be_watched() -> None:
         seen.append((name, made, stream, [each is not None for each in values]))
         values[made[0]].fill_(5.0)
 
-    program = _scaling_program(workspace=((7,), (1,), torch.uint8))
+    program = _scaling_program((5, ((7,), (1,), torch.uint8)))
     asserts.filled(program.run(_leaves(), 0, watch)[0], 5.0)
     assert seen == [("scale_rows", (3,), 0, [True, True, True, True, False, True])]
 
