@@ -63,9 +63,8 @@ struct ContractionProduct {
   using Epilogue = Held<Out, Shape::kSlots>;
   static __device__ Epilogue begin(const Params& p, const Work& work, int row, int cols,
                                    const Slots<Shape::kSlots>& slots) {
-    constexpr int kOfBoth = 5;  // of 12 slices in a whole tile
     Epilogue held(&p.out, contraction_at(work, row), work.valid_rows - row, cols, Shape::kCols,
-                  sizeof(Out) == 4 ? fetched_slices(work.rows, kOfBoth) : kAllSlices);
+                  sizeof(Out) == 4 ? p.fetched(work.rows) : kAllSlices);
     if (p.accumulate) held.begin(slots);
     return held;
   }
@@ -158,6 +157,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
   ContractionParams p{};
   set_contraction<false>(call, call.lhs.dims[0], columns_of(call.lhs, call.lhs_half).count,
                          columns_of(call.rhs, call.rhs_half).count, context, &p);
+  p.fetched = {5, kAllSlices};  // of the 12 slices in a whole tile
   const bool wide = call.result.dtype == DType::f32;
   if (call.lhs.dtype == DType::bf16) {
     return wide ? launch_types<__nv_bfloat16, float>(call, p, context.stream)

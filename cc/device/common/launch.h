@@ -27,6 +27,19 @@ constexpr int kMaxDevices = 64;
 int device_index();
 int multiprocessors();
 
+// Asked of the driver once per device.
+template <cudaDeviceAttr kAttribute>
+int attribute_of_device() {
+  static std::atomic<int> values[kMaxDevices] = {};
+  std::atomic<int>& cached = values[device_index()];
+  int value = cached.load(std::memory_order_relaxed);
+  if (value == 0) {
+    GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&value, kAttribute, device_index()));
+    cached.store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
+
 using OfDevices = std::atomic<bool>[kMaxDevices];
 
 void allow_shared_memory(const void* kernel, int bytes, OfDevices& done);

@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <atomic>
 #include <string>
 #include <type_traits>
 
@@ -321,17 +320,6 @@ inline int64_t groups_of(const Quantize& call) {
   return call.group_sizes.present() ? call.group_sizes.dims[0] : call.source.dims[0];
 }
 
-template <cudaDeviceAttr kAttribute>
-int attribute_of_device() {
-  static std::atomic<int> values[kMaxDevices] = {};
-  std::atomic<int>& cached = values[device_index()];
-  int value = cached.load(std::memory_order_relaxed);
-  if (value == 0) {
-    GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&value, kAttribute, device_index()));
-    cached.store(value, std::memory_order_relaxed);
-  }
-  return value;
-}
 inline int shared_memory_of_sm() { return attribute_of_device<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(); }
 inline int shared_memory_of_block() { return attribute_of_device<cudaDevAttrMaxSharedMemoryPerBlockOptin>(); }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cc/device/common/group_walk.cuh"
+#include "cc/device/sm90/epilogue.cuh"
 #include "cc/device/sm90/layout_fp8.cuh"
 #include "cc/device/sm90/pace.cuh"
 #include "cc/device/sm90/pipeline.cuh"
@@ -81,6 +82,7 @@ struct ContractionParams {
   int64_t out_base;           // address that `out` starts at
   int32_t groups, rows, cols;
   bool accumulate;
+  FetchedSlices fetched;  // of float32 results, where they are added
 };
 
 // The tiles of a group share its rows, which are few.
