@@ -164,6 +164,10 @@ class Launcher:
     def continues(self) -> bool:
         """Whether the workspace holds what an earlier part left in it."""
 
+    @property
+    def workspace(self) -> int:
+        """The register of the workspace, -1 without one."""
+
     def launch(self, values: list, stream: int) -> None:
         """
         Runs the kernel; otherwise as `Plan.launch`. Raises ValueError for a workspace that is too small.
@@ -172,16 +176,17 @@ class Launcher:
 class Program:
     """The planned steps of a rule, which run on the tensors of a list."""
 
-    def __init__(self, exchange: Exchange, steps: list[tuple], results: Sequence[int | tuple[object, Sequence[int]]], released: Sequence[int], registers: int, workspace: tuple[tuple[int, ...], tuple[int, ...], object] | None, empty: Callable[..., object], table_of: Callable[[bytes], object], flat: type | None = None, place: tuple[int, Callable[[], int], Callable[[int], int]] | None = None) -> None:
+    def __init__(self, exchange: Exchange, steps: list[tuple], results: Sequence[int | tuple[object, Sequence[int]]], released: Sequence[int], registers: int, empty: Callable[..., object], table_of: Callable[[bytes], object], flat: type | None = None, place: tuple[int, Callable[[], int], Callable[[int], int]] | None = None) -> None:
         """
-        A new tensor is given by the arguments of `empty`, (shape, strides, dtype), also the workspace.
+        A new tensor is given by the arguments of `empty`, (shape, strides, dtype).
 
-        `steps`: launches (name, launcher, ((register, new tensor), ...), registers that no later step reads) and
-        casts (register, register of the result, dtype). `results`: of each a register, -1 for None, or leaf n as
-        -2 - n; or (layout, several of these), of which `flat` makes one result. `released`: leaves that are taken
-        out of the list. `registers`: their number; those of the leaves that are there come first, and the workspace
-        is the last. `table_of` makes a tensor of a leaf that is a list, from its `Exchange.addresses`. `place`: the
-        CUDA device, what tells the current one, and what tells the current stream of a device; None: the CPU.
+        `steps`: launches (name, launcher, ((register, new tensor), ...), (register, new workspace) or None,
+        registers that no later step uses) and casts (register, register of the result, dtype). `results`: of each
+        a register, -1 for None, or leaf n as -2 - n; or (layout, several of these), of which `flat` makes one
+        result. `released`: leaves that are taken out of the list. `registers`: their number; those of the leaves
+        that are there come first. `table_of` makes a tensor of a leaf that is a list, from its
+        `Exchange.addresses`. `place`: the CUDA device, what tells the current one, and what tells the current
+        stream of a device; None: the CPU.
         """
 
     def run(self, leaves: list, stream: int, watch: Callable[[str, Launcher, list, tuple[int, ...], int], None] | None = None) -> list:

@@ -432,14 +432,13 @@ void define_program(nb::module_& module) {
                   "place: tuple[int, collections.abc.Callable[[], int], collections.abc.Callable[[int], int]] | None "
                   "= None) -> None"),
           "A new tensor is given by the arguments of `empty`, (shape, strides, dtype).\n\n"
-          "`steps`: launches (name, launcher, ((register, new tensor), ...), (register, new workspace) or None, "
-          "registers\n"
-          "that no later step uses) and casts (register, register of the result, dtype). `results`: of each a register,\n"
-          "-1 for None, or leaf n as -2 - n; or (layout, several of these), of which `flat` makes one result.\n"
-          "`released`: leaves that are taken out of the list. `registers`: their number; those of the leaves that are\n"
-          "there come first. `table_of` makes a tensor of a leaf that is a list, from its `Exchange.addresses`. `place`: "
-          "the\n"
-          "CUDA device, what tells the current one, and what tells the current stream of a device; None: the CPU.")
+          "`steps`: launches (name, launcher, ((register, new tensor), ...), (register, new workspace) or None,\n"
+          "registers that no later step uses) and casts (register, register of the result, dtype). `results`: of each\n"
+          "a register, -1 for None, or leaf n as -2 - n; or (layout, several of these), of which `flat` makes one\n"
+          "result. `released`: leaves that are taken out of the list. `registers`: their number; those of the leaves\n"
+          "that are there come first. `table_of` makes a tensor of a leaf that is a list, from its\n"
+          "`Exchange.addresses`. `place`: the CUDA device, what tells the current one, and what tells the current\n"
+          "stream of a device; None: the CPU.")
       .def(
           "run", &Program::run, nb::arg("leaves"), nb::arg("stream"), nb::arg("watch").none() = nb::none(),
           nb::sig("def run(self, leaves: list, stream: int, watch: collections.abc.Callable[[str, Launcher, list, "
