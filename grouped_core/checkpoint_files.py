@@ -185,6 +185,12 @@ def loading(
     missing = [key for key in made.missing if key not in model.optional]
     factors = {key for key in model.entries if is_factor(key)}
     if factors != model.entries.keys() and factors <= set(missing):  # a base without adapters
+        if factors and (given := [key for key in made.unused if is_factor(key)]):
+            raise KeyError(
+                f"checkpoint `{reader.where}`: adapters {_some(given)}, expected {_some(sorted(factors))} of the model, "
+                "because adapters are not converted between frameworks; carry them over by `to_peft` and `from_peft`, and "
+                "load the base without them."
+            )
         missing = [key for key in missing if key not in factors]
     if missing:
         raise KeyError(

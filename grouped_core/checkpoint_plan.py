@@ -491,7 +491,8 @@ class _Maker:
             raise self._broken(keys, error) from error
 
     def _broken(self, keys: list[str], error: ValueError) -> ValueError:
-        return ValueError(f"checkpoint: `{keys[0]}`: {error}; load a checkpoint whose tensors fit together.")
+        at = error.at if isinstance(error, steps.MisfitError) and error.count == len(keys) else 0
+        return ValueError(f"checkpoint: `{keys[at]}`: {error}; load a checkpoint whose tensors fit together.")
 
     def _same(self, key: str, found: Facts, wanted: Facts) -> None:
         if found.shape != wanted.shape:

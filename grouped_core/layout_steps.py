@@ -75,9 +75,21 @@ class Step:
         raise NotImplementedError
 
 
-def _need(condition: bool, found: object, wanted: str) -> None:
+class MisfitError(ValueError):
+    """A step does not take what it was given.
+
+    Attributes:
+        at: the array, among `count`, that does not fit.
+    """
+
+    def __init__(self, message: str, at: int, count: int) -> None:
+        super().__init__(message)
+        self.at, self.count = at, count
+
+
+def _need(condition: bool, found: object, wanted: str, at: int = 0, count: int = 0) -> None:
     if not condition:
-        raise ValueError(f"{found}, expected {wanted}")
+        raise MisfitError(f"{found}, expected {wanted}", at, count)
 
 
 @dataclass(frozen=True)
@@ -94,8 +106,8 @@ class Stack(Step):
         made = []
         for at in range(0, len(given), self.groups):
             first = given[at]
-            for each in given[at : at + self.groups]:
-                _need(each == first, each, f"{first} as in the first expert")
+            for n, each in enumerate(given[at : at + self.groups], at):
+                _need(each == first, each, f"{first} as in the first expert", n, len(given))
             made.append(Facts((self.groups, *first.shape), first.dtype))
         return made
 

@@ -364,15 +364,15 @@ def check_unpermute(y: ArraySpec, rows: int, inverse: ArraySpec, weights: ArrayS
     _shape(name, "weights", weights, tuple(inverse.shape), "as the experts of `permute`")
 
 
-def check_experts_held(function: str, routed: int, held: int) -> None:
-    """Refuses weights whose number of experts is not that of the router: slots of missing experts would add nothing.
+def check_experts_held(function: str, name: str, routed: int, held: int) -> None:
+    """Refuses a weight whose number of experts is not that of the router: slots of missing experts would add nothing.
 
     Raises:
         ValueError: the numbers differ.
     """
     if held != routed:
         raise ValueError(
-            f"`wo` of {function}: {held} experts, expected {routed} as in `router`; pass the weights of all of them."
+            f"`{name}` of {function}: {held} experts, expected {routed} as in `router`; pass the weights of all of them."
         )
 
 

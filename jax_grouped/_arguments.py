@@ -133,6 +133,20 @@ def axis_names(function: str, axis_name: Any) -> tuple[str, ...] | None:
     Raises:
         TypeError: it is neither None, a name nor several. ValueError: the caller is not inside `shard_map` over them.
     """
+    names = axis_name_option(function, axis_name)
+    for name in names or ():
+        try:
+            jax.lax.axis_size(name)
+        except NameError as error:
+            raise ValueError(
+                f"`axis_name` of {function}: {name!r}, expected axes that are manual here; call it inside "
+                "jax.shard_map over them, or leave it out."
+            ) from error
+    return names
+
+
+def axis_name_option(function: str, axis_name: Any) -> tuple[str, ...] | None:
+    """The names in `axis_name=` of a function or a layer, wherever that is called. Raises TypeError: they are none."""
     if axis_name is None:
         return None
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
@@ -141,14 +155,6 @@ def axis_names(function: str, axis_name: Any) -> tuple[str, ...] | None:
             f"`axis_name` of {function}: {axis_name!r}, expected None, a name or a tuple of names; name axes of the "
             "mesh."
         )
-    for name in names:
-        try:
-            jax.lax.axis_size(name)
-        except NameError as error:
-            raise ValueError(
-                f"`axis_name` of {function}: {name!r}, expected axes that are manual here; call it inside "
-                "jax.shard_map over them, or leave it out."
-            ) from error
     return tuple(names)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from grouped_core.exchange import check_budget_factor
 from grouped_core.routing_spec import check_of_layer, router_option
 from jax_grouped import parallel
-from jax_grouped._arguments import as_array
+from jax_grouped._arguments import as_array, axis_name_option
 from jax_grouped._exchange import TRANSPORTS, transport_option
 from jax_grouped.moe import moe
 from jax_grouped.parallel import MeshAxes
@@ -96,6 +96,7 @@ def check_moe(layer: Any) -> None:
             f"`num_experts_per_tok` of MoE: {chosen}, expected 1 to {experts}, the number of experts; choose fewer."
         )
     router_option(experts, chosen, **{name: getattr(layer, name) for name in ROUTER if name != "axis_name"})
+    axis_name_option("MoE", layer.axis_name)
     _check_parallel(layer)
     if layer.shared_dim is not None:
         check_positive("MoE", shared_dim=layer.shared_dim)

@@ -58,11 +58,13 @@ def told_its_devices(primitive: Primitive) -> None:
 
 
 def may_be_partitioned(ctx: Any) -> bool:
-    """Whether XLA may partition what is lowered: a program for several devices, where not all mesh axes are manual."""
+    """Whether XLA may partition what is lowered: a program for several devices, and a mesh axis of more than one that
+    is not manual.
+    """
     context = ctx.module_context.axis_context
     manual, mesh = getattr(context, "manual_axes", None), getattr(context, "mesh", None)
     if manual is not None and mesh is not None:
-        return mesh.size > 1 and set(manual) != set(mesh.axis_names)
+        return any(size > 1 for name, size in mesh.shape.items() if name not in manual)
     devices = getattr(context, "device_assignment", None)
     return devices is not None and len(devices) > 1
 

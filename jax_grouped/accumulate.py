@@ -47,7 +47,8 @@ def value_and_accumulate_grad(loss: Callable[..., Array]) -> Callable[..., tuple
         microbatches the new accumulators are the carry.
 
     Raises:
-        ValueError: `accum` holds the same array twice, or its structure is not that of `params`. TypeError: a dtype.
+        ValueError: `accum` holds the same array twice, or its structure is not that of `params`. TypeError: a dtype, or
+            the result of the loss is no array.
     """
 
     def run(params: Any, accum: Any, *args: Any) -> tuple[Array, Any, Any]:
@@ -70,6 +71,11 @@ def value_and_accumulate_grad(loss: Callable[..., Array]) -> Callable[..., tuple
             sinks, zero = _kept(sinks)
             mixed = [leaf if sink is None else sink for leaf, sink in zip(leaves, sinks, strict=True)]
             value = loss(params_structure.unflatten(weights), structure.unflatten(mixed), *args)
+            if not hasattr(value, "dtype"):
+                raise TypeError(
+                    f"`loss` of value_and_accumulate_grad: its result is a {type(value).__name__}, expected a scalar array; "
+                    "return the loss alone."
+                )
             return value + zero.astype(value.dtype)
 
         value, (grads, sinks) = jax.value_and_grad(total, argnums=(0, 1))(weights, sinks)

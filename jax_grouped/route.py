@@ -108,7 +108,7 @@ def topk_router(
     """The k experts of each token, their weights, and the load-balancing and z losses.
 
     Args:
-        logits: [T, E], any float dtype; all arithmetic is fp32.
+        logits: [T, E], float32, bfloat16 or float16; all arithmetic is fp32.
         k: experts per token.
         score: "softmax", "sigmoid" or "sqrt_softplus" of the logits.
         bias: [E], added only to choose the experts, never to the weights (see `update_bias`); without gradient.
@@ -119,7 +119,8 @@ def topk_router(
         num_groups, topk_groups: experts lie in so many groups of equal size, and only those of the best `topk_groups`
             take part. group_topk: a group's score is the sum of this many of its best; None: k // topk_groups.
         experts: [T, k], the choice made elsewhere; others than 0 to E - 1 are none. Weights follow from these logits.
-        mask: [T], False for padding: such tokens get experts -1 and weights 0, and do not affect losses or counts.
+        mask: [T], False for padding: such tokens get experts -1 and weights 0, and do not affect losses or counts. Their
+            values must be finite: the gradient of the router is a product with all tokens, those times 0.
         jitter: logits are multiplied by random factors of 1 - jitter to 1 + jitter. key: [2], low word first, of these.
         sinkhorn: with this many iterations experts are ranked by balanced values instead of scores.
         capacity_factor: each expert takes at most ceil(T k capacity_factor / E) slots. A dropped slot gets expert -1
@@ -185,7 +186,7 @@ def hash_experts(
     """k distinct experts that depend on the id of the token alone, for `experts=` of `topk_router`.
 
     Args:
-        token_ids: [T], any integers. E: number of experts.
+        token_ids: [T], integers; those outside int32 count as the nearest one. E: number of experts.
         table: [V, k], the experts of each id; ids outside 0 to V - 1 get -1.
 
     Returns:

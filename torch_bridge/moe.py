@@ -17,7 +17,7 @@ from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
-from torch_bridge._args import Accumulators, Members
+from torch_bridge._args import Accumulators, Members, is_pair
 from torch_bridge._checks import check_operand
 from torch_bridge._router import router_logits
 from torch_bridge._tensors import StraightThrough, fixed_spec
@@ -92,8 +92,9 @@ def moe(
     of_shared_lora = None if shared is None else shared.lora
     adapters.check_of_layer(lora, of_shared_lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
     logits = router_logits(x, router)
-    if (held := experts_held(wo)) is not None:  # what is no weight is refused with the others
-        routing_spec.check_experts_held("moe", router.shape[0], held)
+    for name, weight in (("wi", wi), ("wo", wo)):
+        if (held := experts_held(weight)) is not None:  # what is no weight is refused with the others
+            routing_spec.check_experts_held("moe", name, router.shape[0], held)
     of_lora = {"lora_scaling": lora_scaling, "lora_dropout": lora_dropout, "lora_key": lora_key}
     of_experts = {} if lora is None else {"lora": lora, "lora_wgrad_accum": lora_wgrad_accum, **of_lora}
     weights, experts, aux = topk_router(logits, k, **routing)
@@ -122,12 +123,13 @@ def moe(
     return y + of_shared(x, shared, rhs_transposed=rhs_transposed, **options), aux
 
 
-def experts_held(wo: Any) -> int | None:
-    """The number of experts that weights in any form are of; None for what is no weight of several experts."""
-    wo = wo.q if isinstance(wo, StraightThrough) else wo
-    if isinstance(wo, (list, tuple)):
-        return len(wo)
-    return int(wo.shape[0]) if len(getattr(wo, "shape", ())) == 3 else None
+def experts_held(weight: Any) -> int | None:
+    """The number of experts that a weight in any form is of; None for what is no weight of several experts."""
+    weight = weight.q if isinstance(weight, StraightThrough) else weight
+    if isinstance(weight, (list, tuple)) and not is_pair(weight):
+        return len(weight)
+    shape = getattr(weight[0] if isinstance(weight, (list, tuple)) else weight, "shape", ())
+    return int(shape[0]) if len(shape) == 3 else None
 
 
 def key_of_shared(key: Tensor) -> Tensor:

@@ -337,6 +337,9 @@ def test_accumulators_of_numpy_and_of_other_dtypes():
     for dtype in (np.int32, np.float64):
         with asserts.refused(TypeError, ["`accum`", np.dtype(dtype).name, "expected one of float32", "allocate"]):
             step([w], [np.ones(w.shape, dtype)], x)
+    several = value_and_accumulate_grad(lambda params, accum, x: (loss(x, params[0], accum[0]), x))
+    with asserts.refused(TypeError, ["`loss` of value_and_accumulate_grad", "tuple", "expected a scalar", "alone"]):
+        several([w], [jnp.ones(w.shape, jnp.float32)], x)
 
 
 @pytest.mark.rule("ACC-6", "ERR-1")

@@ -111,6 +111,25 @@ def test_axes_that_are_not_manual(kind: AxisType, check_vma: bool) -> None:
         local.lower(*placed(mesh, P("data"), P("model"))).compile()
 
 
+@pytest.mark.rule("ACC-10", "ACC-8")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_axes_of_one_device_need_not_be_manual(kind: AxisType) -> None:
+    """XLA has nothing to partition over them; gradients too have the bits of all axes being manual."""
+    mesh = mesh_of(kind, 8, 1)
+
+    def step(axes: set[str]) -> Any:
+        def loss(x: Any, w: Any, sizes: Any) -> Any:
+            return jnp.sin(product(x, w, sizes // 8)).sum()[None]
+
+        local = jax.shard_map(loss, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), axis_names=axes)
+        return jax.jit(jax.value_and_grad(lambda *operands: local(*operands).sum(), (0, 1)))
+
+    operands = placed(mesh, P("data"), P())
+    found, expected = (jax.tree.leaves(step(axes)(*operands)) for axes in ({"data"}, {"data", "model"}))
+    for one, other in zip(found, expected, strict=True):
+        asserts.bitwise(np.asarray(one), np.asarray(other))
+
+
 @pytest.mark.rule("ACC-4", "ACC-10")
 def test_accumulators_are_still_updated_in_place() -> None:
     """The partitioner's call keeps the alias of operand and result."""

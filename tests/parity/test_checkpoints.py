@@ -60,6 +60,21 @@ def test_a_file_of_one_framework_gives_the_same_bits_in_the_other(
     assert float(jnp.abs(y.astype("float32")).sum()) > 0
 
 
+@pytest.mark.rule("CKP-3", "CKP-8", "LOR-5")
+def test_adapters_of_the_other_framework_are_refused(tmp_path: Path) -> None:
+    """The layer would keep its initial ones. A file without adapters leaves them as they are."""
+    ours, theirs = nn.MoE(H, F, E, 2, lora_rank=2), MoE(H, F, E, 2, rngs=nnx.Rngs(1), lora_rank=2)
+    path = tmp_path / "f.safetensors"
+    checkpoint.save(path, ours)
+    with refused(KeyError, [f"`{path}`", "lora_A", "wi_lora_a", "not converted between frameworks", "`to_peft`"]):
+        jax_checkpoint.load(path, theirs, convert=True)
+    jax_checkpoint.save(path, theirs)
+    with refused(KeyError, [f"`{path}`", "wi_lora_a", "lora_A", "not converted between frameworks", "`to_peft`"]):
+        checkpoint.load(path, ours, convert=True)
+    jax_checkpoint.save(path, MoE(H, F, E, 2, rngs=nnx.Rngs(2)))
+    checkpoint.load(path, ours, convert=True)
+
+
 @pytest.mark.rule("CKP-8")
 def test_quantised_weights_go_from_one_framework_to_the_other(tmp_path: Path) -> None:
     wi, wo = torch.randn(E, 2 * F, H), torch.randn(E, H, F)
