@@ -187,9 +187,9 @@ def loading(
     if factors != model.entries.keys() and factors <= set(missing):  # a base without adapters
         if factors and (given := [key for key in made.unused if is_factor(key)]):
             raise KeyError(
-                f"checkpoint `{reader.where}`: adapters {_some(given)}, expected {_some(sorted(factors))} of the model, "
-                "because adapters are not converted between frameworks; carry them over by `to_peft` and `from_peft`, and "
-                "load the base without them."
+                f"checkpoint `{reader.where}`: adapters {_some(given)}, expected {_some(sorted(factors))} as in the "
+                "model, because adapters are not converted between frameworks; carry them over by `to_peft` and "
+                "`from_peft`, and load the base without them."
             )
         missing = [key for key in missing if key not in factors]
     if missing:

@@ -372,7 +372,8 @@ def check_experts_held(function: str, name: str, routed: int, held: int) -> None
     """
     if held != routed:
         raise ValueError(
-            f"`{name}` of {function}: {held} experts, expected {routed} as in `router`; pass the weights of all of them."
+            f"`{name}` of {function}: {held} experts, expected {routed} as in `router`; pass the weights of all of "
+            "them."
         )
 
 

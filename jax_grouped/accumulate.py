@@ -73,8 +73,8 @@ def value_and_accumulate_grad(loss: Callable[..., Array]) -> Callable[..., tuple
             value = loss(params_structure.unflatten(weights), structure.unflatten(mixed), *args)
             if not hasattr(value, "dtype"):
                 raise TypeError(
-                    f"`loss` of value_and_accumulate_grad: its result is a {type(value).__name__}, expected a scalar array; "
-                    "return the loss alone."
+                    f"`loss` of value_and_accumulate_grad: its result is a {type(value).__name__}, expected a scalar "
+                    "array; return the loss alone."
                 )
             return value + zero.astype(value.dtype)
 

@@ -119,8 +119,8 @@ def topk_router(
         num_groups, topk_groups: experts lie in so many groups of equal size, and only those of the best `topk_groups`
             take part. group_topk: a group's score is the sum of this many of its best; None: k // topk_groups.
         experts: [T, k], the choice made elsewhere; others than 0 to E - 1 are none. Weights follow from these logits.
-        mask: [T], False for padding: such tokens get experts -1 and weights 0, and do not affect losses or counts. Their
-            values must be finite: the gradient of the router is a product with all tokens, those times 0.
+        mask: [T], False for padding: such tokens get experts -1 and weights 0, and do not affect losses or counts.
+            Their values must be finite: the gradient of the router is a product with all tokens, those times 0.
         jitter: logits are multiplied by random factors of 1 - jitter to 1 + jitter. key: [2], low word first, of these.
         sinkhorn: with this many iterations experts are ranked by balanced values instead of scores.
         capacity_factor: each expert takes at most ceil(T k capacity_factor / E) slots. A dropped slot gets expert -1

@@ -583,16 +583,20 @@ def _accumulators(
     return tuple([accumulators_of_product(own, tensors, spec, rows, *of) for own, tensors, spec, *of in products])
 
 
-def accumulator_pair(given: Any, advice: str) -> Sequence[Any]:
+def accumulator_pair(given: Any, advice: str, expected: str = "None, 'main_grad' or a pair") -> Sequence[Any]:
     """`wgrad_accum` of an MLP, other than "main_grad", as (the part of wi, the part of wo).
 
+    Args:
+        advice: the end of the message. expected: by the caller.
+
     Raises:
-        ValueError: it is not a pair; the message ends with `advice`.
+        ValueError: it is not a pair.
     """
     if not isinstance(given, (tuple, list)) or len(given) != 2:
+        shown = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
+        shown = f"{shown} of {len(given)}" if isinstance(given, (tuple, list)) else shown
         raise ValueError(
-            f"`{MLP_NAMES.accum}`: {given!r}, expected None, 'main_grad' or a pair for `{MLP_NAMES.wi}` and "
-            f"`{MLP_NAMES.wo}`; {advice}."
+            f"`{MLP_NAMES.accum}`: {shown}, expected {expected} for `{MLP_NAMES.wi}` and `{MLP_NAMES.wo}`; {advice}."
         )
     return given
 
@@ -652,6 +656,8 @@ def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | Non
             check_writable(name, buffer)
             written.append((name, buffer))
     check_apart_from_operands(written, given)
+    if not is_compiling():
+        check_apart(written, [(NAMES.accum, each) for part in given.accumulators for each in part])
     if grad_input is None:
         return
     spec: Any = packed_spec(given.x, rows=True)

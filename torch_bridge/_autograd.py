@@ -20,7 +20,7 @@ from torch_bridge._gradients import Owner, Route, WeightGradient, check_listed_o
 from torch_bridge._once import once_differentiable
 from torch_bridge._record import Prepared
 from torch_bridge._scaling import Scaling, with_copied_scales
-from torch_bridge._tensors import Layouts, as_read, pack, unpack
+from torch_bridge._tensors import Layouts, as_read, note_written, pack, unpack
 
 Owners = tuple[Owner | None, ...]
 """For each product, the parameters and queue of the module that owns its weight, or None."""
@@ -122,7 +122,7 @@ def differentiable(
     facts, rest = given.checked.asked[elsewhere].get(needed) or _ask(operation, given.checked, needed, elsewhere)
     if not facts.training:
         y, _ = operation.forward(given, facts, given.scaling, operation.count(given), out)
-        return y if out is None else y.detach()  # a tensor that shares the buffer's storage but not its history
+        return y if out is None else written(out, y)
     if elsewhere:
         none = (None,) * len(rest.routes)
         of_each: Any = (given.leaves, given.accumulators, owners or none, overwrite or none)
@@ -215,7 +215,13 @@ def forward_and_saved(
     rows = operation.count(given)
     y, kept = operation.forward(given, facts, scaling, rows, out)
     tensors, layouts = pack(kept)
-    return y if out is None else y.detach(), tensors, Saved(facts, scaling, layouts, rows)
+    return y if out is None else written(out, y), tensors, Saved(facts, scaling, layouts, rows)
+
+
+def written(buffer: Tensor, result: Tensor) -> Tensor:
+    """The result that was written to the caller's buffer: it shares the buffer's storage, but not its history."""
+    note_written([buffer])
+    return result.detach()
 
 
 class _Differentiable(torch.autograd.Function):
@@ -267,7 +273,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
     dx, of_scale, of_biases = operation.backward(saved, kept, dy, buffer, deliver)
     if buffer is not None and dx is not None:
-        dx = buffer.detach().clone() if for_leaf else buffer.detach()
+        dx = written(buffer, buffer)
+        dx = dx.clone() if for_leaf else dx
     found = [None, dx, of_scale]  # None: of the argument before `receivers`
     for at, route in enumerate(routes):
         found += weights[at] or route.nothing()

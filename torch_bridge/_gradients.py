@@ -24,7 +24,7 @@ from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
-from torch_bridge._tensors import TORCH_DTYPES, tensors_of
+from torch_bridge._tensors import TORCH_DTYPES, note_written, tensors_of
 from torch_bridge.quantized_weight import QuantizedWeight
 
 
@@ -195,6 +195,7 @@ class Route:
 
         def launch(destinations: list[Tensor], live: list[int], accumulate: bool) -> None:
             gradient.into(destinations, live, count, packed=packed, accumulate=accumulate)
+            note_written(destinations)
 
         return main_grad.deliver(
             leaf_names(self.owners, self.name),

@@ -376,3 +376,12 @@ def unpack(layouts: Layouts, tensors: Iterable[Any]) -> list[Any]:
         parts = islice(rest, count) if type(count) is int else unpack(count, rest)
         operands.append(list(parts) if layout is None else Flat(layout, tuple(parts)))
     return operands
+
+
+def note_written(tensors: Sequence[Tensor]) -> None:
+    """Counts a new version of the caller's tensors, which kernels wrote unseen by autograd.
+
+    Autograd then refuses a backward that would read what one of them held before, as after any in-place operation.
+    """
+    if not is_compiling():  # a graph knows what its operators write
+        torch.autograd.graph.increment_version([each for each in tensors if not each.is_inference()])

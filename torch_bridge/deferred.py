@@ -36,7 +36,7 @@ from torch_bridge._autograd import Saved, forward_and_saved
 from torch_bridge._checks import MLP_NAMES as NAMES
 from torch_bridge._checks import check_operand
 from torch_bridge._gradients import Route, WeightGradient
-from torch_bridge._tensors import as_read, fixed_spec, tensors_of, unpack
+from torch_bridge._tensors import as_read, fixed_spec, note_written, tensors_of, unpack
 from torch_bridge.mlp import MLP, grouped_mlp
 
 
@@ -142,6 +142,8 @@ def grouped_mlp_bwd_dx(
     work: list[WeightGradient | None] = [None, None]
     with torch.no_grad():
         dx, dp, of_biases = MLP.backward(res.saved, kept, dy, grad_input, work.__setitem__)
+        if grad_input is not None:
+            note_written([grad_input])
         db1, db2 = (
             None if found is None else found if packed else list(found.unbind())
             for found, packed in zip(of_biases, res.biases, strict=True)
@@ -173,7 +175,7 @@ def grouped_mlp_bwd_dw(
     """
     linear_spec.check_made_by("grouped_mlp_bwd_dw", "deferred", deferred, Deferred, "grouped_mlp_bwd_dx")
     advice = "put None where the gradient is to be returned"
-    pair = accumulator_pair((None, None) if wgrad_accum is None else wgrad_accum, advice)
+    pair = accumulator_pair((None, None) if wgrad_accum is None else wgrad_accum, advice, "None or a pair")
     d = deferred
     to: list[list[Tensor | None]] = [
         [] if accum is None else accumulators_of(accum, weights, f"{NAMES.accum}[{at}]", name)

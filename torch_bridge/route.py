@@ -114,8 +114,8 @@ def topk_router(
             chosen. group_topk: a group's score is the sum of that many of its best; None: k // topk_groups.
         experts: integers [T, k], chosen elsewhere, -1 for none (replay, `hash_experts`); the weights are those of this
             pass's scores.
-        mask: bool [T], False for padding: such tokens get experts -1 and weights 0, and count nowhere. Their values must be
-            finite: the gradient of the router is a product with all tokens, those times 0.
+        mask: bool [T], False for padding: such tokens get experts -1 and weights 0, and count nowhere. Their values
+            must be finite: the gradient of the router is a product with all tokens, those times 0.
         jitter: logits are multiplied by random factors of 1 - jitter to 1 + jitter, from `key`, uint32 [2].
         sinkhorn: number of iterations that balance the values which choose experts; 0: none.
         capacity_factor: an expert takes at most ceil(T k capacity_factor / E) slots. drop: the others are those with

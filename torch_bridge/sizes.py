@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def device_sizes(values: Sequence[int] | Tensor, device: torch.device | str) -> 
     elif hasattr(values, "dtype"):  # NumPy's
         check_sizes(_NAMES, calls.spec_of(values))
     try:
-        if isinstance(values, (str, bytes, Set, Mapping)) or any(isinstance(value, bool) for value in values):
+        if isinstance(values, (str, bytes, Set, Mapping, Iterator)) or any(isinstance(value, bool) for value in values):
             raise TypeError
         numbers = [min(max(operator.index(value), _INT32.min), _INT32.max) for value in values]
     except TypeError:

@@ -16,6 +16,8 @@
 //   tile        accumulators   ring         slots           registers, 128 + 256 threads
 //   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232
 //   128 x 64    64 a thread    7 x 24 KiB   8 x 2 x 2 KiB   40 / 232    few columns
+#include <algorithm>
+
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
@@ -151,6 +153,16 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
                    refuses_contraction_tiles(a, c.group_sizes.dims[0], b, 128)});
 }
 
+// Long sums leave L2 room for one operand of a group. If all its columns fit, they are read from memory once when tiles
+// go column by column, group by group; short sums mix long and short ones instead.
+void keep_columns_near(ContractionParams* p, int64_t rows_of_all) {
+  constexpr int64_t kLong = 1536, kNear = 24 << 20;  // rows per group; bytes
+  const int64_t rows = rows_of_all / std::max(p->groups, 1);
+  if (rows < kLong || rows * p->cols * 2 > kNear) return;
+  p->window = 1;
+  p->in_order = true;
+}
+
 size_t workspace(const GroupedMatmul& c, const Target&) { return contraction_workspace(c.group_sizes.dims[0]); }
 
 void launch(const GroupedMatmul& call, const Context& context) {
@@ -158,6 +170,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
   set_contraction<false>(call, call.lhs.dims[0], columns_of(call.lhs, call.lhs_half).count,
                          columns_of(call.rhs, call.rhs_half).count, context, &p);
   p.fetched = {5, kAllSlices};  // of the 12 slices in a whole tile
+  keep_columns_near(&p, call.lhs.dims[0]);
   const bool wide = call.result.dtype == DType::f32;
   if (call.lhs.dtype == DType::bf16) {
     return wide ? launch_types<__nv_bfloat16, float>(call, p, context.stream)

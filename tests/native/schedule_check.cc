@@ -791,6 +791,8 @@ void choices() {
 int main() {
   std::mt19937_64 rng(0);
   every_tile_once(pair_at, 0);
+  every_tile_once([](int item, int rows, int cols, int rank) { return windowed_pair_at(item, rows, cols, rank, 1); },
+                  0);
   every_tile_once(row_pair_at, 2);
   every_tile_once(two_columns_at, INT32_MAX);
   std::puts("every tile of every shape comes exactly once, in pairs of neighbours");

@@ -173,6 +173,15 @@ def test_a_flat_tensor_is_cut_and_others_are_refused() -> None:
             _layer(False, False).load_state_dict(wrong)
 
 
+@pytest.mark.rule("CKP-1", "ERR-1")
+def test_members_that_differ_are_named() -> None:
+    state = _layer(False, False).state_dict()
+    for wrong, shown in ((torch.zeros(N, K + 1), f"({N}, {K + 1})"), (None, "a NoneType")):
+        bad = {**state, "weight1": wrong}
+        with asserts.refused(ValueError, ["`weight1`", shown, f"expected shape ({N}, {K})", "load a checkpoint"]):
+            _layer(True, True).load_state_dict(bad)
+
+
 @pytest.mark.rule("CKP-2")
 def test_near_miss_names_are_other_names() -> None:
     """`weight10` is not `weight1`, and a neighbour whose path has the same start keeps its own."""

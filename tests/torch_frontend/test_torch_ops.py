@@ -522,6 +522,21 @@ def test_buffers_are_not_saved() -> None:
     y.backward(t.dy)
 
 
+@pytest.mark.rule("BUF-2", "BUF-3")
+def test_what_was_saved_is_not_read_after_a_buffer_was_written_again() -> None:
+    """Buffers and accumulators count as modified in place, so that autograd refuses instead of computing nonsense."""
+    t, w2 = small(), leaf(torch.ones(3, 24, 40))
+    w, out, accumulator = leaf(t.w), torch.empty_like(t.dy), torch.zeros_like(t.w)
+    dx, x = torch.empty_like(t.x), leaf(t.x)
+    y = grouped_linear(grouped_linear(x, w, t.sizes, out=out), w2, t.sizes)
+    versions = [each._version for each in (out, accumulator, dx)]
+    again = grouped_linear(x * 1, w, t.sizes, out=out, wgrad_accum=accumulator, grad_input=dx)
+    with asserts.refused(RuntimeError, ["modified by an inplace operation"]):
+        y.sum().backward()
+    again.sum().backward()
+    assert all(each._version > before for each, before in zip((out, accumulator, dx), versions, strict=True))
+
+
 def _bad_buffers() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]]]:
     t = small()
     memory = torch.zeros(50, 24)
@@ -546,6 +561,15 @@ def _bad_buffers() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]
             },
             ValueError,
             ["`grad_input`", "overlaps `out`", "expected", "allocate"],
+        ),
+        "accumulator": (
+            {
+                "grad_input": memory.view(-1)[:1200].view(50, 24),
+                "w": torch.zeros(3, 8, 24),
+                "wgrad_accum": memory.view(-1)[600:1176].view(3, 8, 24),
+            },
+            ValueError,
+            ["`grad_input`", "overlaps `wgrad_accum`", "expected", "allocate"],
         ),
         "no_need": (
             {"grad_input": torch.empty_like(t.x), "x": t.x},
@@ -644,6 +668,11 @@ def _bad_calls() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]]]
             {"group_sizes": {1, 2, 3}},
             TypeError,
             ["`group_sizes`", "{1, 2, 3}", "integers", "pass"],
+        ),
+        "sizes_once": (
+            {"group_sizes": (size for size in (1, 2, 3))},
+            TypeError,
+            ["`group_sizes`", "generator", "integers", "pass"],
         ),
         "sizes_numpy_rank": (
             {"group_sizes": np.ones((1, 3), np.int64)},

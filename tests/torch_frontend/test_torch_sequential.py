@@ -45,7 +45,20 @@ REASONS: dict[str, tuple[Any, list[str]]] = {
         ["torch.float32 and torch.bfloat16"],
     ),
     "hooks": (lambda: _layers(act=lambda: _hooked(nn.ScaledSwiGLU())), ["ScaledSwiGLU has hooks"]),
+    "forward": (lambda: _layers(act=_Doubled), ["_Doubled has a `forward` of its own"]),
+    "forward_of_one": (lambda: _layers(fc2=lambda: _replaced(_linear(F, H))), ["has a `forward` of its own"]),
 }
+
+
+class _Doubled(nn.ScaledSwiGLU):
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return 2 * super().forward(*arguments, **keywords)
+
+
+def _replaced(module: torch.nn.Module) -> torch.nn.Module:
+    inner = module.forward
+    module.forward = lambda *arguments, **keywords: 2 * inner(*arguments, **keywords)
+    return module
 
 
 def _hooked(module: torch.nn.Module) -> torch.nn.Module:
@@ -151,6 +164,14 @@ def test_extras_are_counted() -> None:
     assert module(s.x, s.sizes, s.probs, s.sizes, s.sizes, s.probs).shape == s.x.shape
     nested = nn.Sequential(nn.Sequential(*_layers()), torch.nn.Identity())
     asserts.bitwise(nested(s.x, s.sizes, s.probs, s.sizes), nested[0](s.x, s.sizes, s.probs, s.sizes))
+
+
+@pytest.mark.rule("MLP-8", "ERR-3")
+def test_a_forward_of_its_own_is_called() -> None:
+    s = setup("GroupedMLP", True)
+    for layers in (_layers(act=_Doubled), _layers(fc2=lambda: _replaced(_linear(F, H)))):
+        found, apart = (nn.Sequential(*layers, fuse=fuse)(s.x, s.sizes, s.probs, s.sizes) for fuse in ("auto", "never"))
+        asserts.bitwise(found, apart)
 
 
 HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")

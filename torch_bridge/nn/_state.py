@@ -47,12 +47,23 @@ def adapt(
                 f"checkpoint: `{whole}` has entries for {len(found)} of {groups} groups, missing {', '.join(missing)}; "
                 "expected all of them; load a complete checkpoint."
             )
+        first = state[indexed[0]]
+        for key in indexed:
+            if not isinstance(state[key], Tensor) or _shown(state[key]) != _shown(first):
+                raise ValueError(
+                    f"checkpoint: `{key}`: {_shown(state[key])}, expected {_shown(first)} as in the first group; load "
+                    "a checkpoint whose tensors fit together."
+                )
         state[whole] = torch.stack([state.pop(key) for key in indexed])
     elif not grouped and whole in state:
         split = _members if suffix else _split
         members = split(whole, state[whole], groups, tuple(shape))
         del state[whole]
         state.update(zip(indexed, members, strict=True))
+
+
+def _shown(entry: object) -> str:
+    return f"shape {tuple(entry.shape)}" if isinstance(entry, Tensor) else f"a {type(entry).__name__}"
 
 
 def _members(key: str, tensor: Tensor, groups: int, shape: tuple[int, ...]) -> Sequence[Tensor]:

@@ -67,6 +67,9 @@ class _Window(NamedTuple):
         first, second = (getattr(layer, layer.weight_names[0]) for layer in (fc1, fc2))
         if first.dtype != second.dtype:
             return f"{at}: weights of {first.dtype} and {second.dtype}, expected one dtype"
+        for layer, kind in ((fc1, GroupedLinear), (act, ScaledActivation), (fc2, GroupedLinear)):
+            if type(layer).forward is not kind.forward or "forward" in layer.__dict__:
+                return f"{at}: a {type(layer).__name__} has a `forward` of its own, which one operation would not call"
         hooked = [type(each).__name__ for each in (fc1, act, fc2) if any(getattr(each, hooks) for hooks in _HOOKS)]
         if hooked:
             return f"{at}: a {hooked[0]} has hooks, which one operation would not call"
@@ -309,9 +312,9 @@ def _check_same(window: _Window, extras: Sequence[Sequence[Any]]) -> None:
 
 def _same(a: Any, b: Any) -> bool:
     a, b = unwrap(a)[0], unwrap(b)[0]
-    if isinstance(a, Tensor) or isinstance(b, Tensor) or a is None or b is None:
-        return a is b
-    return list(a) == list(b)
+    if isinstance(a, Sequence) and isinstance(b, Sequence):
+        return list(a) == list(b)
+    return a is b or (isinstance(a, int) and a == b)  # no sizes, which the layers refuse
 
 
 def _run_window(

@@ -82,7 +82,9 @@ struct ContractionParams {
   int64_t out_base;           // address that `out` starts at
   int32_t groups, rows, cols;
   bool accumulate;
-  FetchedSlices fetched;  // of float32 results, where they are added
+  FetchedSlices fetched;          // of float32 results, where they are added
+  int32_t window = kWindowPairs;  // pairs of row tiles before the next column
+  bool in_order;                  // items are drawn from the front alone
 };
 
 // The tiles of a group share its rows, which are few.
@@ -108,7 +110,7 @@ __device__ inline void schedule_contraction(const ContractionParams& p, uint32_t
   int64_t next = 0;
   const auto draw = [&] {
     if (!pair.leader() || threadIdx.x % 32 != 0) return;
-    const uint64_t step = surplus > 0 ? kFromBack : kFromFront;
+    const uint64_t step = surplus > 0 && !p.in_order ? kFromBack : kFromFront;
     next = drawn_item(atomicAdd(&p.draws->counter, step), step, items);
   };
   draw();
@@ -128,7 +130,7 @@ __device__ inline void schedule_contraction(const ContractionParams& p, uint32_t
       work.slice2 = slice.near;
       work.slice3 = slice.far;
     }
-    const Tile tile = pair_at(int(item) % per_group, row_tiles, col_tiles, rank);
+    const Tile tile = windowed_pair_at(int(item) % per_group, row_tiles, col_tiles, rank, p.window);
     work.kind = Work::kTile;
     work.row0 = tile.row * kTileRows;
     work.col0 = tile.col * kCols;

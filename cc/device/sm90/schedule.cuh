@@ -37,19 +37,22 @@ GROUPED_HOST_DEVICE inline int64_t pair_count(int row_tiles, int col_tiles) {
 // A launch has fewer items than this; kernels refuse larger problems.
 constexpr int64_t kMaxItems = int64_t(1) << 31;
 
-// Tile of CTA `rank` (0 or 1) in pair `item` < pair_count. Full windows of kWindowPairs pairs run rows first. The last
-// window goes by two columns, its odd row tile right behind the pairs of the same columns, while these are in L2.
-GROUPED_HOST_DEVICE inline Tile pair_at(int item, int row_tiles, int col_tiles, int rank) {
-  const int pairs = row_tiles / 2, odd = row_tiles & 1, full = pairs / kWindowPairs, rest = pairs % kWindowPairs;
-  const int in_full = full * kWindowPairs * col_tiles;
+// Tile of CTA `rank` (0 or 1) in pair `item` < pair_count. Full windows of `most` pairs run rows first. The last window
+// goes by two columns, its odd row tile right behind the pairs of the same columns, while these are in L2.
+GROUPED_HOST_DEVICE inline Tile windowed_pair_at(int item, int row_tiles, int col_tiles, int rank, int most) {
+  const int pairs = row_tiles / 2, odd = row_tiles & 1, full = pairs / most, rest = pairs % most;
+  const int in_full = full * most * col_tiles;
   if (item < in_full) {
-    const int window = item / (kWindowPairs * col_tiles), r = item % (kWindowPairs * col_tiles);
-    return {2 * (window * kWindowPairs + r % kWindowPairs) + rank, r / kWindowPairs, false};
+    const int window = item / (most * col_tiles), r = item % (most * col_tiles);
+    return {2 * (window * most + r % most) + rank, r / most, false};
   }
   const int r = item - in_full, unit = 2 * rest + odd, u = r / unit, s = r % unit;
   const int straight = 2 * u + 1 < col_tiles ? 2 * rest : rest;  // pairs of this unit; its last column may be single
-  if (s < straight) return {2 * (full * kWindowPairs + s % rest) + rank, 2 * u + s / rest, false};
+  if (s < straight) return {2 * (full * most + s % rest) + rank, 2 * u + s / rest, false};
   return {row_tiles - 1, 2 * u + rank, true};
+}
+GROUPED_HOST_DEVICE inline Tile pair_at(int item, int row_tiles, int col_tiles, int rank) {
+  return windowed_pair_at(item, row_tiles, col_tiles, rank, kWindowPairs);
 }
 
 // The same tiles, but of two columns a pair always takes both: the rows then cross the L2 cache once.
