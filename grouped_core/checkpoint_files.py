@@ -185,9 +185,9 @@ def loading(
     missing = [key for key in made.missing if key not in model.optional]
     factors = {key for key in model.entries if is_factor(key)}
     if factors != model.entries.keys() and factors <= set(missing):  # a base without adapters
-        if factors and (given := [key for key in made.unused if is_factor(key)]):
+        if factors and (others := [key for key in made.unused if is_factor(key)]):
             raise KeyError(
-                f"checkpoint `{reader.where}`: adapters {_some(given)}, expected {_some(sorted(factors))} as in the "
+                f"checkpoint `{reader.where}`: adapters {_some(others)}, expected {_some(sorted(factors))} as in the "
                 "model, because adapters are not converted between frameworks; carry them over by `to_peft` and "
                 "`from_peft`, and load the base without them."
             )
