@@ -98,7 +98,8 @@ def moe(
     of_shared_lora = None if shared is None else shared.lora
     adapters.check_of_layer(lora, of_shared_lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum)
     for name, weight in (("wi", wi), ("wo", wo)):
-        held = tuple(getattr(value_of(weight[0] if isinstance(weight, (list, tuple)) else weight), "shape", ()))
+        one = weight[0] if isinstance(weight, (list, tuple)) and weight else weight
+        held = tuple(getattr(value_of(one), "shape", ()))
         if len(held) == 3:  # what is no weight of several experts is refused with the other weights
             routing_spec.check_experts_held("moe", name, router.shape[1], held[0])
     weights, experts, aux = route.topk_router(router_logits(x, router), k, **routing)

@@ -334,7 +334,11 @@ def _joined_pair(op: Mlp, wi: Any, wgrad_accum: Any) -> Tensor:
     for at, half in enumerate(wi):
         check_operand(f"{MLP_NAMES.wi}[{at}]", half, wi[0])
     mlp_spec.check_pair(op, *map(fixed_spec, wi))
-    mlp_spec.check_join(op, wgrad_accum is not None and (isinstance(wgrad_accum, str) or wgrad_accum[0] is not None))
+    if isinstance(wgrad_accum, str):  # `main_grad` of frozen halves is not looked up
+        accumulates = any(half.requires_grad for half in wi)
+    else:
+        accumulates = wgrad_accum is not None and wgrad_accum[0] is not None
+    mlp_spec.check_join(op, accumulates)
     return torch.cat(list(wi), dim=op.fc1().weight_axes()[1])
 
 

@@ -312,11 +312,16 @@ def test_a_pair_beside_a_recipe_that_quantises_has_no_accumulators():
     x, *halves, wo, sizes = map(to_torch, (pair["x"], *pair["wi"], pair["wo"], pair["group_sizes"]))
     with asserts.refused(NotImplementedError, ["`wi`", "two arrays beside recipe MXFP8", "expected one", "one array"]):
         torch_bridge.grouped_mlp_fwd(x, halves, wo, sizes, rhs_transposed=False, recipe=recipes.MXFP8)
-    for accum in ("main_grad", ([to_torch(each) for each in accums[0]], None)):
-        with asserts.refused(NotImplementedError, words):
-            torch_bridge.grouped_mlp(
-                x, halves, wo, sizes, rhs_transposed=False, recipe=recipes.MXFP8, wgrad_accum=accum
-            )
+    options: dict[str, Any] = {"rhs_transposed": False, "recipe": recipes.MXFP8}
+    with asserts.refused(NotImplementedError, words):
+        torch_bridge.grouped_mlp(x, halves, wo, sizes, **options, wgrad_accum=([to_torch(a) for a in accums[0]], None))
+    wo = torch.nn.Parameter(wo)
+    wo.main_grad = torch.zeros(wo.shape)
+    torch_bridge.grouped_mlp(x, halves, wo, sizes, **options, wgrad_accum="main_grad").sum().backward()
+    assert bool(wo.main_grad.any()), "`main_grad` of frozen halves is not looked up"
+    halves = [half.requires_grad_() for half in halves]
+    with asserts.refused(NotImplementedError, words):
+        torch_bridge.grouped_mlp(x, halves, wo, sizes, **options, wgrad_accum="main_grad")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
