@@ -315,10 +315,10 @@ def test_a_pair_beside_a_recipe_that_quantises_has_no_accumulators():
     options: dict[str, Any] = {"rhs_transposed": False, "recipe": recipes.MXFP8}
     with asserts.refused(NotImplementedError, words):
         torch_bridge.grouped_mlp(x, halves, wo, sizes, **options, wgrad_accum=([to_torch(a) for a in accums[0]], None))
-    wo = torch.nn.Parameter(wo)
-    wo.main_grad = torch.zeros(wo.shape)
-    torch_bridge.grouped_mlp(x, halves, wo, sizes, **options, wgrad_accum="main_grad").sum().backward()
-    assert bool(wo.main_grad.any()), "`main_grad` of frozen halves is not looked up"
+    held: Any = torch.nn.Parameter(wo)
+    held.main_grad = torch.zeros(wo.shape)
+    torch_bridge.grouped_mlp(x, halves, held, sizes, **options, wgrad_accum="main_grad").sum().backward()
+    assert bool(held.main_grad.any()), "`main_grad` of frozen halves is not looked up"
     halves = [half.requires_grad_() for half in halves]
     with asserts.refused(NotImplementedError, words):
         torch_bridge.grouped_mlp(x, halves, wo, sizes, **options, wgrad_accum="main_grad")
