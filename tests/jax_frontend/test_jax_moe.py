@@ -422,6 +422,16 @@ def test_refusals_of_both_kinds(options: dict[str, Any], fragments: tuple[str, .
         linen.MoE(H, F, E, K, **options).init(jax.random.key(0), jnp.zeros((2, H)))
 
 
+@pytest.mark.rule("ERR-1")
+def test_names_of_axes_are_text() -> None:
+    name: Any = 3
+    fragments = ("`axis_name` of MoE", "3", "a name or a tuple of names", "name axes")
+    with asserts.refused(TypeError, fragments):
+        nnx.MoE(H, F, E, K, rngs=flax_nnx.Rngs(0), axis_name=name)
+    with asserts.refused(TypeError, fragments):
+        linen.MoE(H, F, E, K, axis_name=name).init(jax.random.key(0), jnp.zeros((2, H)))
+
+
 @pytest.mark.rule("ERR-1", "LYR-12")
 def test_a_shared_expert_is_one() -> None:
     x, router, wi, wo = (jnp.asarray(draw(*shape)) for shape in ((3, H), (H, E), (E, H, 2 * F), (E, F, H)))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from safetensors.torch import save_file
 from torch import Tensor
 
 import jax_grouped
@@ -58,6 +59,19 @@ def test_a_file_of_one_framework_gives_the_same_bits_in_the_other(
     checkpoint.load(path, back, convert=True)
     bitwise(back(x)[0], y, "y of the file of JAX")
     assert float(jnp.abs(y.astype("float32")).sum()) > 0
+
+
+@pytest.mark.rule("CKP-1", "ERR-1")
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+def test_the_tensor_that_differs_is_named(tmp_path: Path, name: str) -> None:
+    shapes = {"gate_proj": (F, H), "up_proj": (F, H), "down_proj": (H, F)}
+    state = {f"experts.{e}.{key}.weight": torch.zeros(shape) for e in range(E) for key, shape in shapes.items()}
+    state["gate.weight"] = torch.zeros(E, H)
+    state[f"experts.2.{name}.weight"] = torch.zeros(7, 9)
+    path = tmp_path / "f.safetensors"
+    save_file(state, path)
+    with refused(ValueError, [f"`experts.2.{name}.weight`", "[7, 9]", "as in the first expert", "fit together"]):
+        checkpoint.load(path, nn.MoE(H, F, E, 2), layout="hugging_face")
 
 
 @pytest.mark.rule("CKP-3", "CKP-8", "LOR-5")
