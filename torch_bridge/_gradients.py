@@ -54,11 +54,18 @@ def weight_grad(run: Any, static: WeightFacts, o: WeightOperands) -> list[Any]:
     ]
 
 
-def made_along(run: Any, op: Linear, weight: OperandSpec, rows: Any, dy: Any, sizes: Any) -> list[Any]:
-    """New gradients of a weight in a rule that computes others too: of the weight and None, or of its two halves."""
+def made_along(
+    run: Any, op: Linear, weight: OperandSpec, rows: Any, dy: Any, sizes: Any, new: bool
+) -> tuple[Any, Any, Any, Any]:
+    """The end of a rule that computes other gradients: (rows, dy) of a weight's, and that gradient if it is `new` here.
+
+    One of the two pairs is None. The gradient is that of the weight and None, or of its two halves.
+    """
+    if not new:
+        return rows, dy, None, None
     halves = (1, 2) if op.paired else (0,)
-    made = weight_grad(run, (op, weight, halves, False), WeightOperands(rows, dy, sizes, None, None))
-    return made if op.paired else [*made, None]
+    whole, up = [*weight_grad(run, (op, weight, halves, False), WeightOperands(rows, dy, sizes, None, None)), None][:2]
+    return None, None, whole, up
 
 
 _WEIGHT_GRAD = define("weight_grad", weight_grad, WeightOperands, rows=("rows", "dy"), written=("into", "into_up"))
@@ -71,7 +78,7 @@ class WeightGradient:
     Attributes:
         op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as the main gradients return them.
         count: M.
-        made: the result of `made_along`, if it was computed along with others; then `rows` and `dy` are None.
+        made: the gradient of `made_along`, if it was computed along with others; then `rows` and `dy` are None.
     """
 
     op: Linear

@@ -137,9 +137,7 @@ def _main_grads_rule(run: Any, static: tuple[Linear, LinearSpecs, Needs, bool], 
     (extras,) = extras or _NO_EXTRAS
     options: dict[str, Any] = {"needs": needs, "grad_input": grad_input, "extras": extras}
     *found, rows, dy = gradients.main_grads(run, op, specs, *operands, **options)[:5]
-    if not new_w:
-        return *found, rows, dy, None, None
-    return *found, None, None, *made_along(run, op, specs[1], rows, dy, o.sizes)
+    return *found, *made_along(run, op, specs[1], rows, dy, o.sizes, new_w)
 
 
 _MAIN_GRADS = define(

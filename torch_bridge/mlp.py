@@ -136,9 +136,7 @@ _HiddenOperands = namedtuple("_HiddenOperands", "x h z wi wo sizes probs wi_bias
 def _hidden_rule(run: Any, static: GradFacts, o: _HiddenOperands) -> tuple[Any, ...]:
     op, specs, needs, new_wo = static
     *found, z, dy = rules.at_hidden(run, op, specs, *o[:-1], needs=needs, extras=o.extras or NO_EXTRAS)[:6]
-    if not new_wo:
-        return *found, z, dy, None, None
-    return *found, None, None, *made_along(run, op.fc2(), specs.wo, z, dy, o.sizes)
+    return *found, *made_along(run, op.fc2(), specs.wo, z, dy, o.sizes, new_wo)
 
 
 _AT_HIDDEN = define(
@@ -157,10 +155,7 @@ def _first_rule(run: Any, static: GradFacts, o: _FirstOperands) -> tuple[Any, ..
     op, specs, needs, new_wi = static
     options = {"grad_input": o.grad_input, "extras": (o.extras or NO_EXTRAS)[0]}
     found = rules.first_product(run, op, specs, o.x, o.wi, o.sizes, o.dh, o.of_dh, needs=needs, **options)
-    if not new_wi:
-        return found.x, found.bias, found.rows, found.dy, None, None
-    made = made_along(run, op.fc1(), specs.wi, found.rows, found.dy, o.sizes)
-    return found.x, found.bias, None, None, *made
+    return found.x, found.bias, *made_along(run, op.fc1(), specs.wi, found.rows, found.dy, o.sizes, new_wi)
 
 
 _FIRST_PRODUCT = define(

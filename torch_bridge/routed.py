@@ -132,9 +132,7 @@ def _hidden_rule(run: Any, static: GradFacts, o: HiddenOperands) -> tuple[Any, .
     probs: Any = specs.probs
     options: dict[str, Any] = {"weights_dtype": probs.dtype, "extras": o.extras or NO_EXTRAS}
     *found, z, dy = rules.at_hidden(run, op, specs, *operands, needs, **options)[:6]
-    if not new_wo:
-        return *found, z, dy, None, None
-    return *found, None, None, *made_along(run, op.fc2(), specs.wo, z, dy, o.sizes)
+    return *found, *made_along(run, op.fc2(), specs.wo, z, dy, o.sizes, new_wo)
 
 
 _AT_HIDDEN = define(
@@ -157,11 +155,9 @@ def _first_rule(run: Any, static: GradFacts, o: FirstOperands) -> tuple[Any, ...
     operands = (None if gathers_late else o.x, o.wi, order, o.dh, o.of_dh)
     found = rules.first_product(run, op, specs, *operands, needs, grad_input=o.grad_input, extras=extras)
     rows = found.rows
-    if not new_wi:
-        return found.x, found.bias, rows, found.dy, None, None
-    if gathers_late:
+    if new_wi and gathers_late:
         rows = rules.first_rows(run, op.fc1(), specs.wi, o.x, o.source, o.inverse, o.sizes, extras.x)
-    return found.x, found.bias, None, None, *made_along(run, op.fc1(), specs.wi, rows, found.dy, o.sizes)
+    return found.x, found.bias, *made_along(run, op.fc1(), specs.wi, rows, found.dy, o.sizes, new_wi)
 
 
 _FIRST_PRODUCT = define(

@@ -156,9 +156,9 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
 // Long sums leave L2 room for one operand of a group. If all its columns fit, they are read from memory once when tiles
 // go column by column, group by group; short sums mix long and short ones instead.
 void keep_columns_near(ContractionParams* p, int64_t rows_of_all) {
-  constexpr int64_t kLong = 1536, kNear = 24 << 20;  // rows per group; bytes
+  constexpr int64_t kNear = 24 << 20;  // bytes
   const int64_t rows = rows_of_all / std::max(p->groups, 1);
-  if (rows < kLong || rows * p->cols * 2 > kNear) return;
+  if (rows < kLongSum || rows * p->cols * 2 > kNear) return;
   p->window = 1;
   p->in_order = true;
 }

@@ -16,16 +16,7 @@ int device_index() {
   return device;
 }
 
-int multiprocessors() {
-  static std::atomic<int> counts[kMaxDevices] = {};
-  std::atomic<int>& cached = counts[device_index()];
-  int count = cached.load(std::memory_order_relaxed);
-  if (count == 0) {
-    GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device_index()));
-    cached.store(count, std::memory_order_relaxed);
-  }
-  return count;
-}
+int multiprocessors() { return attribute_of_device<cudaDevAttrMultiProcessorCount>(); }
 
 void allow_shared_memory(const void* kernel, int bytes, OfDevices& done) {
   std::atomic<bool>& allowed = done[device_index()];
@@ -37,8 +28,7 @@ void allow_shared_memory(const void* kernel, int bytes, OfDevices& done) {
 void prefer_shared_memory(const void* kernel, int bytes, OfDevices& done) {
   std::atomic<bool>& asked = done[device_index()];
   if (asked.load(std::memory_order_relaxed)) return;
-  int whole = 0;
-  GROUPED_CUDA_CHECK(cudaDeviceGetAttribute(&whole, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index()));
+  const int whole = attribute_of_device<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
   const int percent = static_cast<int>(int64_t{bytes} * 100 / whole);  // rounded up to what the device can do
   GROUPED_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent));
   asked.store(true, std::memory_order_relaxed);
