@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core.calls import ArraySpec, Call, spec_in_format
+from grouped_core.calls import Call, spec_in_format
 from torch_bridge._cache import Cache
-from torch_bridge._record import Given, Recording, Rule, given_of, record
+from torch_bridge._record import Recording, Rule, given_of, record
 from torch_bridge._tensors import RESULT_DTYPES, SYMBOLIC_ROWS, Form, Layout, Leaf, is_symbol, leaf_count, tensors_of
 
 planned: list[list[Call]] = []
@@ -45,7 +45,9 @@ def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequ
         for length in found:
             torch._check(length == rows)
     count = _number(rows, symbol)
-    specs = tuple([each and _numbers(each, symbol) for each in given])
+    shapes = [each and tuple([_number(length, symbol) for length in each.spec.shape]) for each in given]
+    pairs = zip(given, shapes, strict=True)
+    specs = tuple([each and each._replace(spec=each.spec._replace(shape=shape)) for each, shape in pairs])
     key = (rule.name, static, layouts, specs, count)
     recording = _recordings.get(key)
     if recording is None:
@@ -71,20 +73,10 @@ def _symbol_of(rows: Any, lengths: Sequence[Any]) -> Any:
 
 def _places(rule: Rule, layouts: Sequence[Layout]) -> tuple[set[int], set[int]]:
     """(leaves that are plain rows [M, ...], leaves of which any axis may depend on M: quantised and derived ones)."""
-    plain: set[int] = set()
-    forms: set[int] = set()
-    at = 0
-    for name, layout in zip(rule.operands._fields, layouts, strict=True):
-        count = leaf_count(layout)
-        if name in rule.rows or name in rule.derived:
-            (plain if layout is None and name in rule.rows else forms).update(range(at, at + count))
-        at += count
-    return plain, forms
-
-
-def _numbers(given: Given, symbol: Any) -> Given:
-    shape = tuple([_number(length, symbol) for length in given.spec.shape])
-    return given._replace(spec=ArraySpec(shape, given.spec.dtype))
+    named = zip(rule.operands._fields, layouts, strict=True)
+    fields = [(name, layout) for name, layout in named for _ in range(leaf_count(layout))]
+    plain = {at for at, (name, layout) in enumerate(fields) if layout is None and name in rule.rows}
+    return plain, {at for at, (name, _) in enumerate(fields) if name in rule.rows | rule.derived} - plain
 
 
 def _number(length: Any, symbol: Any) -> int:
@@ -108,8 +100,8 @@ def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, T
             if isinstance(output.layout, Form) and len(output.layout.shape) == 2:
                 shapes |= _lengths(output.layout, output.leaves, found.rows, int(groups))
     first = tensors_of(*leaves)[0]
-    dtypes = {at: RESULT_DTYPES[recording.specs[at].dtype] for at in shapes}
-    return {at: first.new_empty(shape, dtype=dtypes[at]) for at, shape in shapes.items()}
+    specs = recording.specs
+    return {at: first.new_empty(shape, dtype=RESULT_DTYPES[specs[at].dtype]) for at, shape in shapes.items()}
 
 
 def _length(number: int, symbol: Any) -> Any:

@@ -29,8 +29,7 @@ class _Facts(NamedTuple):
 
     Attributes:
         static: facts of the rule. layouts: of its operands.
-        kinds: for each leaf: None for nothing, -1 for a tensor, the length of a list of tensors, or that length and the
-            positions that hold a tensor.
+        kinds: for each leaf: whether there is a tensor, or for a list the number of tensors and the positions without.
     """
 
     static: Any
@@ -137,16 +136,10 @@ def _taken(
     written: list[Tensor] = []
     kinds: list[Any] = []
     for is_written, leaf in zip(_written(rule, layouts), leaves, strict=True):
-        into = written if is_written else read
-        if leaf is None:
-            kinds.append(None)
-        elif isinstance(leaf, Tensor):
-            kinds.append(-1)
-            into.append(leaf)
-        else:
-            there = tuple([at for at, each in enumerate(leaf) if each is not None])
-            kinds.append(len(leaf) if len(there) == len(leaf) else (len(leaf), there))
-            into += [each for each in leaf if each is not None]
+        parts = [leaf] if leaf is None or isinstance(leaf, Tensor) else leaf
+        absent = tuple([at for at, each in enumerate(parts) if each is None])
+        kinds.append((len(parts), absent) if parts is leaf else not absent)
+        (written if is_written else read).extend([each for each in parts if each is not None])
     return read, written, _codec.to_text(_Facts(static, layouts, tuple(kinds)))
 
 
@@ -165,15 +158,11 @@ def _arguments(rule: Rule, *arguments: Any) -> tuple[_Facts, list[Any], Any]:
     leaves: list[Any] = []
     for is_written, kind in zip(_written(rule, facts.layouts), facts.kinds, strict=True):
         source = sources[is_written]
-        if kind is None:
-            leaves.append(None)
-        elif isinstance(kind, tuple):
-            several: list[Tensor | None] = [None] * kind[0]
-            for at in kind[1]:
-                several[at] = next(source)
-            leaves.append(several)
+        if isinstance(kind, tuple):
+            count, absent = kind
+            leaves.append([None if at in absent else next(source) for at in range(count)])
         else:
-            leaves.append(next(source) if kind < 0 else [next(source) for _ in range(kind)])
+            leaves.append(next(source) if kind else None)
     return facts, leaves, rows
 
 

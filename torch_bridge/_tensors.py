@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from grouped_core.calls import ArraySpec
 from grouped_core.formats import Format, QTensor
 from grouped_core.products import Cached, Paired
 from grouped_core.quantizing import Extras
-from torch_bridge._cache import MOST, Cache
+from torch_bridge._cache import MOST
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE, FactsCache
 
@@ -230,20 +231,13 @@ def flatten_all(operands: Sequence[Any]) -> tuple[tuple[Layout, ...], list[Any]]
 def flats(layouts: Sequence[Layout], leaves: Sequence[Any]) -> tuple[Any, ...]:
     """The operands of `flatten_all`, those of several leaves as `Flat`; equal layouts are the same object each time."""
     rest = iter(leaves)
-    return tuple(
-        [
-            next(rest) if layout is None else Flat(same(layout), tuple(islice(rest, leaf_count(layout))))
-            for layout in layouts
-        ]
-    )
+    parts = [next(rest) if layout is None else tuple(islice(rest, leaf_count(layout))) for layout in layouts]
+    pairs = zip(layouts, parts, strict=True)
+    return tuple([own if layout is None else Flat(same(layout), own) for layout, own in pairs])
 
 
-def same(layout: Layout) -> Layout:
-    """A layout as one object, so that caches compare it by identity."""
-    return _layouts.get(layout) or _layouts.keep(layout, layout)
-
-
-_layouts: Cache[Layout, Layout] = Cache()
+same: Callable[[Layout], Layout] = lru_cache(maxsize=MOST)(lambda layout: layout)
+"""A layout as one object, so that caches compare it by identity."""
 
 
 def facts_cache() -> FactsCache:
@@ -344,18 +338,13 @@ def pack(operands: Sequence[Any]) -> tuple[Sequence[Tensor | None], Layouts]:
             tensors += operand
             layouts.append((None, len(operand)))
         else:
-            layout, leaves = operand if kind is Flat else _flat(operand)
+            layout, leaves = operand if kind is Flat else (flatten(operand, own := []), own)
             parts, count = leaves, -1 if layout is None else len(leaves)  # None: another class of tensors
             if layout is not None and not _ONE.issuperset(map(type, leaves)):
                 parts, count = pack(leaves)
             tensors += parts
             layouts.append((layout, count))
     return tensors, tuple(layouts)
-
-
-def _flat(operand: Any) -> Flat:
-    leaves: list[Any] = []
-    return Flat(flatten(operand, leaves), tuple(leaves))
 
 
 def tensors_of(*operands: Any) -> list[Tensor]:
