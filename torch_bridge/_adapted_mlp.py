@@ -36,7 +36,7 @@ from torch_bridge._lora_args import (
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Rule, prepare
 from torch_bridge._routed_args import rows_of_tokens
-from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
+from torch_bridge._scaling import Scaling
 from torch_bridge._tensors import rows_spec
 from torch_bridge._weight_forms import with_forms
 from torch_bridge.sizes import every_row
@@ -246,7 +246,7 @@ def _forward(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     wi, wo = _weights_of(given, facts, scaling)
     (wi_bias, wo_bias), sizes, probs, keep = given.biases, given.sizes, given.row_scale, facts.keep
-    extras = scaling.extras(2, FORWARD, None, training=facts.training)
+    extras = scaling.extras(2, None, training=facts.training)
     operands = (given.x, wi, wo, sizes, probs, wi_bias, wo_bias, out, *given.weights, given.key, extras)
     y, x, h, z, wi, wo, u_wi, u_wo = call_prepared(facts.forward, operands, m)  # operands: those of _Operands
     if not facts.training:
@@ -283,7 +283,7 @@ def _forward_of_tokens(
     (wi_bias, wo_bias), keep = given.biases, facts.keep
     if out is not None:
         linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), rows_spec(x))
-    extras = scaling.extras(2, FORWARD, None, training=facts.training)
+    extras = scaling.extras(2, None, training=facts.training)
     tokens = (x, given.sizes, given.row_scale, wi, wo, every_row(x), wi_bias, wo_bias, out)
     operands = (*tokens, *given.weights, given.key, extras)  # those of _TokenOperands
     y, sizes, source, inverse, probs, h, z, wi, wo, u_wi, u_wo = call_prepared(facts.forward, operands, m)
@@ -305,7 +305,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     kept.clear()
     scaling, needs = saved.scaling, facts.needs
     again = x if facts.op.base.residuals.policy == "save_input" else None
-    extras = scaling.extras(2, BACKWARD, scaling_key, training=True)
+    extras = scaling.extras(2, scaling_key, training=True)
     rows = (again, h, z, wi, wo, sizes, *order, probs, wi_bias, wo_bias, dy)
     operands = [(*rows, u_wi, u_wo, b_wi, a_wo, b_wo, key, extras)]  # those of _HiddenOperands
     del rows, again, h, z, wo, u_wo, dy
@@ -314,7 +314,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     del grads
     dx = db1 = None
     if len(facts.backward) > 1:
-        buffer, extras = grad_input if needs.x else None, scaling.extras(1, BACKWARD, scaling_key, training=True)
+        buffer, extras = grad_input if needs.x else None, scaling.extras(1, scaling_key, training=True)
         operands = [(x, wi, sizes, *order, dh, of_dh, u_wi, a_wi, b_wi, key, buffer, extras)]  # those of _FirstOperands
         del x, wi, dh, of_dh, u_wi
         dx, db1, *grads = call_prepared(facts.backward[1], operands, saved.rows)

@@ -24,7 +24,7 @@ from torch_bridge._gradients import WeightGradient
 from torch_bridge._lora_args import LORA_NAMES, Adapted, AdaptedSpecs, adapted_arguments
 from torch_bridge._operators import call, call_prepared, define
 from torch_bridge._record import prepare
-from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
+from torch_bridge._scaling import Scaling
 from torch_bridge._weight_forms import with_forms
 
 NAME = "grouped_linear_lora"
@@ -130,7 +130,7 @@ def _forward(
         needs = gradients.Needs(keep.w, False, False, False)
         forms = gradients.cached_forms(facts.op.base, needs, row_scale is not None)
         weight = with_forms(cache, weight, forms, scaling, 0, training=training)
-    extras = scaling.extras(1, FORWARD, None, training=training)
+    extras = scaling.extras(1, None, training=training)
     operands = (given.x, weight, a, b, given.sizes, bias, row_scale, out, given.key, extras)  # of AdaptedOperands
     y, x, weight, u = call_prepared(facts.forward, operands, m)
     if not training:
@@ -146,7 +146,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     kept.clear()
     facts = saved.facts
     needs, (down, up), factors = facts.needs, facts.products, facts.specs.factors
-    extras = saved.scaling.extras(1, BACKWARD, scaling_key, training=True)
+    extras = saved.scaling.extras(1, scaling_key, training=True)
     buffer = grad_input if needs.x else None
     operands = [(x, weight, u, a, b, sizes, bias, row_scale, dy, key, buffer, extras)]  # those of AdaptedGradOperands
     del x, weight, u, dy  # so that they are freed once no launch reads them

@@ -17,10 +17,8 @@ from torch_bridge._compiling import is_compiling
 from torch_bridge._quantizing import copied
 from torch_bridge._tensors import ExtrasLayout, Flat, ProductExtras
 
-X, WEIGHT, DY = range(len(scaling.ROLES))
+X, WEIGHT, _ = range(len(scaling.ROLES))
 """Roles of a product's operands."""
-FORWARD, BACKWARD = (X, WEIGHT), (X, WEIGHT, DY)
-"""The roles that are quantised in forward, and those in backward, which may quantise again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +48,8 @@ class Scaling:
         """(the state of a product, its first role in it)."""
         return (self.states[0], _row(product, X)) if len(self.states) == 1 else (self.states[product], 0)
 
-    def extras(self, products: int, roles: tuple[int, ...], key: Tensor | None, *, training: bool) -> Flat | None:
-        """What rules of the first `products` need for the operands `roles`; None if nothing is bound.
+    def extras(self, products: int, key: Tensor | None, *, training: bool) -> Flat | None:
+        """What rules of the first `products` need to quantise their operands; None if nothing is bound.
 
         The rules read rows of the states by their offset, because a view of each row would cost a microsecond.
 
@@ -62,7 +60,7 @@ class Scaling:
         if key is None and not self.states:
             return None
         states = self.states[:products]
-        layout = _layout(products, len(states), self.scales is not None, roles, training)
+        layout = _layout(products, len(states), self.scales is not None, training)
         scales = [self.scales] if self.scales is not None else [state.scale for state in states]
         histories = [state.history for state in states] if training else ()
         return Flat(layout, (key, *scales, *histories))
@@ -74,17 +72,14 @@ def _row(product: int, role: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _layout(products: int, states: int, copied: bool, roles: tuple[int, ...], training: bool) -> ExtrasLayout:
+def _layout(products: int, states: int, copied: bool, training: bool) -> ExtrasLayout:
     """`copied`: whether the scales of all states are one array."""
     scales = 0 if states == 0 else 1 if copied else states
-    found = []
+    found, roles = [], range(len(scaling.ROLES))
     for product in range(products):
         state, first = (product, 0) if states > 1 else (0, _row(product, X))
-        rows: list[tuple[int, int] | None] = [None] * len(scaling.ROLES)
-        steps = rows.copy()
-        for role in roles if states else ():
-            rows[role] = (0, _row(product, role)) if copied else (state, first + role)
-            steps[role] = (scales + state, first + role) if training else None
+        rows = [(0, _row(product, role)) if copied else (state, first + role) if states else None for role in roles]
+        steps = [(scales + state, first + role) if states and training else None for role in roles]
         found.append(ProductExtras(tuple(rows), tuple(steps)))
     return ExtrasLayout(tuple(found), training or not states, scales, states if training else 0)
 

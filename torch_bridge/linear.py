@@ -26,7 +26,7 @@ from torch_bridge._checks import NAMES
 from torch_bridge._gradients import WeightGradient, made_along
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
-from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
+from torch_bridge._scaling import Scaling
 from torch_bridge._tensors import StraightThrough
 from torch_bridge._weight_forms import with_forms
 
@@ -169,7 +169,7 @@ def _forward(
     if cache is not None:
         forms = gradients.cached_forms(facts.op, facts.needs, row_scale is not None)
         weight = with_forms(cache, weight, forms, scaling, 0, training=training)
-    extras = scaling.extras(1, FORWARD, None, training=training)
+    extras = scaling.extras(1, None, training=training)
     operands = (given.x, weight, given.sizes, bias, row_scale, out, extras)  # those of _ForwardOperands
     y, x, weight = call_prepared(facts.forward, operands, m)
     if not training:
@@ -183,7 +183,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     x, sizes, row_scale, weight, bias, key = kept
     kept.clear()
     facts = saved.facts
-    extras = saved.scaling.extras(1, BACKWARD, key, training=True)
+    extras = saved.scaling.extras(1, key, training=True)
     buffer = grad_input if facts.needs.x else None
     operands = [(x, weight, sizes, bias, row_scale, dy, buffer, extras)]  # those of _GradOperands
     del x, weight, dy  # so that they are freed once no launch reads them

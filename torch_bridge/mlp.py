@@ -28,7 +28,7 @@ from torch_bridge._checks import MLP_NAMES
 from torch_bridge._gradients import WeightGradient, made_along
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Rule, prepare
-from torch_bridge._scaling import BACKWARD, FORWARD, Scaling
+from torch_bridge._scaling import Scaling
 from torch_bridge._tensors import StraightThrough
 from torch_bridge._weight_forms import with_forms
 
@@ -204,7 +204,7 @@ def _forward(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     (wi, wo), (wi_bias, wo_bias) = weights_of(given, facts, scaling), given.biases
     x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
-    extras = scaling.extras(2, FORWARD, None, training=training)
+    extras = scaling.extras(2, None, training=training)
     operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)  # those of _ForwardOperands
     y, x, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not training:
@@ -220,9 +220,9 @@ def _backward(
     x, h, z, sizes, probs, key, wi, wo, wi_bias, wo_bias = kept
     kept.clear()
     scaling, buffer = saved.scaling, grad_input if saved.facts.needs.x else None
-    of_both = scaling.extras(2, BACKWARD, key, training=True)
+    of_both = scaling.extras(2, key, training=True)
     at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, of_both)]  # those of _HiddenOperands
-    first = [(x, wi, sizes, buffer, scaling.extras(1, BACKWARD, key, training=True))]  # of _FirstOperands, from x on
+    first = [(x, wi, sizes, buffer, scaling.extras(1, key, training=True))]  # of _FirstOperands, from x on
     del x, h, z, wi, wo, dy
     return in_stages(saved, sizes, at_hidden, first, deliver)
 

@@ -31,7 +31,7 @@ from torch_bridge._gradients import WeightFacts, WeightGradient, WeightOperands,
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
 from torch_bridge._routed_args import routed_arguments, rows_of_tokens
-from torch_bridge._scaling import BACKWARD, FORWARD, Scaling, X
+from torch_bridge._scaling import Scaling, X
 from torch_bridge._tensors import StraightThrough, home, rows_spec
 from torch_bridge.mlp import MLP, NO_EXTRAS, GradFacts, facts_of, in_stages, weights_of
 from torch_bridge.sizes import every_row
@@ -234,7 +234,7 @@ def _forward(
     (wi, wo), (wi_bias, wo_bias), keep = weights_of(given, facts, scaling), given.biases, facts.keep
     if out is not None:
         linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), _result_spec(x))
-    extras = scaling.extras(2, FORWARD, None, training=facts.training)
+    extras = scaling.extras(2, None, training=facts.training)
     operands = (x, given.sizes, given.row_scale, wi, wo, every_row(home(x)), wi_bias, wo_bias, out, extras)
     y, sizes, source, inverse, probs, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not facts.training:
@@ -254,10 +254,10 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     rows_of = x if of_weight else None
     if of_weight and not rules.measures_rows(facts.op):  # then rows are gathered where the gradient is computed
         of_wi = partial(_GatheredGradient, x=x, source=source, inverse=inverse, scale=scaling.scale(0, X))
-    buffer, of_both = grad_input if facts.needs.x else None, scaling.extras(2, BACKWARD, key, training=True)
+    buffer, of_both = grad_input if facts.needs.x else None, scaling.extras(2, key, training=True)
     rows, biases = (x if again else None, h, z), (wi_bias, wo_bias)
     at_hidden = [(*rows, wi, wo, sizes, source, inverse, probs, *biases, dy, of_both)]  # those of HiddenOperands
-    of_first = scaling.extras(1, BACKWARD, key, training=True)
+    of_first = scaling.extras(1, key, training=True)
     first = [(rows_of, wi, sizes, source, inverse, buffer, of_first)]  # those of FirstOperands, from x on
     del x, h, z, rows, rows_of, wi, wo
     return in_stages(saved, sizes, at_hidden, first, deliver, of_wi)
