@@ -277,7 +277,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx = dx.clone() if for_leaf else dx
     found = [None, dx, of_scale]  # None: of the argument before `receivers`
     for at, route in enumerate(routes):
-        found += weights[at] or route.nothing()
+        found += weights[at] or [None] * route.parts
     for at, facts in enumerate(biases):
         found += _of_members(of_biases[at], *facts)
     return tuple(found)

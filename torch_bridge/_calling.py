@@ -59,12 +59,9 @@ def run(
     if delayed or flagged or [each for each in caches or () if each is not None]:
         return _outside(name, arguments, wgrad_accum, implementation, out, grad_input, owners, caches)
     count, replaced = len(masters), [None] * len(masters)
-    if to_main_grad or count == 1 or (isinstance(wgrad_accum, (tuple, list)) and len(wgrad_accum) == count):
-        each = [wgrad_accum] * count if to_main_grad or count == 1 else wgrad_accum
-        found = [
-            _destinations(each[at], parameters[at], isinstance(masters[at], Tensor), weight)
-            for at, weight in enumerate(operation.weights)
-        ]
+    each = [wgrad_accum] * count if to_main_grad or count == 1 else wgrad_accum
+    if isinstance(each, (tuple, list)) and len(each) == count:
+        found = [_destinations(*own) for own in zip(each, parameters, masters, operation.weights, strict=True)]
         replaced = [own[1] for own in found]
         wgrad_accum = found[0][0] if count == 1 else tuple([own[0] for own in found])
     node = [_codec.to_tuples(each) for each in (*arguments, wgrad_accum, implementation)]
@@ -85,11 +82,11 @@ def _node(name: str, *arguments: Any) -> Tensor:
     return differentiable(operation, checked, out, grad_input, None, replaced)
 
 
-def _destinations(given: Any, parameters: Any, packed: bool, name: str) -> tuple[Any, Any]:
+def _destinations(given: Any, parameters: Any, master: Any, name: str) -> tuple[Any, Any]:
     """(`wgrad_accum` of one weight as tensors, whether each is overwritten).
 
     Args:
-        given: the user's argument. packed: whether the weight is one tensor. name: of the weight.
+        given: the user's argument. master: the tensor or tensors of the weight. name: of the weight.
     """
     if given is None:
         return None, None
@@ -99,4 +96,4 @@ def _destinations(given: Any, parameters: Any, packed: bool, name: str) -> tuple
         return given, replaced
     pairs = zip(parameters, leaf_names(parameters, name), strict=True)
     found = [main_grad.destination(each, own) if each.requires_grad else None for each, own in pairs]
-    return found[0] if packed else found, replaced
+    return found[0] if isinstance(master, Tensor) else found, replaced

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
-from torch_bridge._tensors import TORCH_DTYPES, note_written, tensors_of
+from torch_bridge._tensors import TORCH_DTYPES, tensors_of
 from torch_bridge.quantized_weight import QuantizedWeight
 
 
@@ -100,11 +100,11 @@ class WeightGradient:
             return list(self.launch((0,), False, None, None)[0].unbind())
         shape, dtype = (len(live), *self.weight.shape[1:]), self.op.gradient_dtype(self.weight)
         parts = list(self.sizes.new_empty(shape, dtype=TORCH_DTYPES[dtype]).unbind())
-        self.into(parts, live, count, packed=False, accumulate=False)
+        self.into(parts, live, False, count=count, packed=False)
         return parts
 
     def into(
-        self, destinations: list[Tensor], live: Sequence[int], count: int, *, packed: bool, accumulate: bool
+        self, destinations: list[Tensor], live: Sequence[int], accumulate: bool, *, count: int, packed: bool
     ) -> None:
         """The same gradients, written or added into the caller's tensors, one for each of `live`."""
         into: Any
@@ -182,14 +182,10 @@ class Route:
         flags = to_main_grad and overwrite is None
         return Route(self.name, self.parts, self.packed, self.live, owners, accumulators, delayed, flags, overwrite)
 
-    def nothing(self) -> list[Tensor | None]:
-        """What autograd gets if there is no gradient."""
-        return [None] * self.parts
-
     def deliver(self, gradient: WeightGradient | None) -> list[Tensor | None]:
         """The gradient for each tensor of the weight, None where it goes elsewhere; it is computed now, or queued."""
         if gradient is None or not self.live:
-            return self.nothing()
+            return [None] * self.parts
         if not self.owners:
             made = gradient.new(self.live, self.parts, packed=self.packed)
             if len(made) == self.parts:
@@ -198,19 +194,13 @@ class Route:
             for at, each in zip(self.live, made, strict=True):
                 results[at] = each
             return results
-        packed, count = self.packed, self.parts
-
-        def launch(destinations: list[Tensor], live: list[int], accumulate: bool) -> None:
-            gradient.into(destinations, live, count, packed=packed, accumulate=accumulate)
-            note_written(destinations)
-
         return main_grad.deliver(
             leaf_names(self.owners, self.name),
             self.owners,
             self.accumulators or None,
             self.overwrite,
             self.live,
-            launch,
+            partial(gradient.into, count=self.parts, packed=self.packed),
             flags=self.flags,
             delayed=self.delayed,
             operands=gradient.read() if self.delayed is None else gradient.tensors(),
@@ -234,14 +224,12 @@ def check_listed_once(*products: tuple[str, Sequence[Any]]) -> None:
     elif not live or _apart(live):
         return
     names = [name for argument, weights in products for name in leaf_names(weights, argument)]
-    seen: list[tuple[str, tuple[int, int]]] = []
-    for name, each in zip(names, [each for _, weights in products for each in weights], strict=True):
-        if each.requires_grad:
-            place = (id(each), 1) if is_compiling() else _place(each)
-            for other, taken in seen:
-                if not memory.are_apart([taken, place]):
-                    raise memory.listed_twice(name, other, "an accumulator")
-            seen.append((name, place))
+    named = zip(names, [each for _, weights in products for each in weights], strict=True)
+    places = [(name, (id(each), 1) if is_compiling() else _place(each)) for name, each in named if each.requires_grad]
+    for at, (name, place) in enumerate(places):
+        for other, taken in places[:at]:
+            if not memory.are_apart([taken, place]):
+                raise memory.listed_twice(name, other, "an accumulator")
 
 
 def _apart(live: Sequence[Any]) -> bool:

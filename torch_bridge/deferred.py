@@ -23,13 +23,13 @@ from grouped_core.sizes import GroupSizes
 from torch_bridge import _autocast
 from torch_bridge._args import (
     Accumulators,
+    Lists,
     Members,
     accumulator_pair,
     accumulators_of,
     check_apart,
     check_buffers,
     check_writable,
-    lists_of,
     mlp_arguments,
 )
 from torch_bridge._autograd import Saved, forward_and_saved
@@ -49,7 +49,7 @@ class MlpResiduals:
     sizes: Tensor
     tensors: tuple[Tensor | None, ...]
     weights: tuple[list[Tensor], ...]
-    biases: tuple[bool, ...]  # for each, whether it is one tensor
+    lists: Lists  # of weights and biases
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Deferred:
 
     work: tuple[WeightGradient | None, ...]
     weights: tuple[list[Tensor], ...]
+    lists: Lists  # of weights and biases
 
 
 def grouped_mlp_fwd(
@@ -106,8 +107,7 @@ def grouped_mlp_fwd(
         asked = asked._replace(x=asked.x and given.leaf is not None, wi=asked.wi and own[0], wo=asked.wo and own[1])
         y, tensors, saved = forward_and_saved(MLP, given, MLP.facts(op, specs, asked, (False, False)), out)
         x_spec = ArraySpec(tuple(given.x.shape), specs.x.dtype)
-        packed = tuple(isinstance(each, Tensor) for each in given.biases)
-        return y, MlpResiduals(saved, x_spec, given.sizes, tuple(tensors), given.leaves, packed)
+        return y, MlpResiduals(saved, x_spec, given.sizes, tuple(tensors), given.leaves, given.checked.lists)
 
 
 def grouped_mlp_bwd_dx(
@@ -146,9 +146,9 @@ def grouped_mlp_bwd_dx(
             note_written([grad_input])
         db1, db2 = (
             None if found is None else found if packed else list(found.unbind())
-            for found, packed in zip(of_biases, res.biases, strict=True)
+            for found, (_, packed) in zip(of_biases, res.lists[len(work) :], strict=True)
         )
-        return dx, dp, db1, db2, Deferred(tuple(work), res.weights)
+        return dx, dp, db1, db2, Deferred(tuple(work), res.weights, res.lists)
 
 
 def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: list[Tensor], x: list[Tensor]) -> None:
@@ -186,18 +186,12 @@ def grouped_mlp_bwd_dw(
     results = []
     with torch.no_grad():
         for at in (1, 0):
-            weights, accumulators = d.weights[at], to[at]
+            weights, accumulators, (count, packed) = d.weights[at], to[at], d.lists[at]
             live = tuple([n for n in range(len(weights)) if not accumulators or accumulators[n] is not None])
-            ((count, packed),) = lists_of((weights,), ())
-            route = Route(MLP.weights[at], count, packed, live)
             # The parts always add; attributes of Parameters count only for `wgrad_accum="main_grad"`.
-            route = route.elsewhere(weights, accumulators, None, (False,) * count, to_main_grad=False)
-            results.append(_in_form(route.deliver(d.work[at]), packed=packed))
+            owners = weights if accumulators else ()
+            route = Route(MLP.weights[at], count, packed, live, owners, accumulators, overwrite=(False,) * count)
+            found = route.deliver(d.work[at])
+            is_none = all(each is None for each in found)  # no gradient was computed, or all were added
+            results.append(None if is_none else found[0] if packed else found)
     return results[1], results[0]
-
-
-def _in_form(gradients: list[Any], *, packed: bool) -> Any:
-    """One tensor for a packed weight, a list for one in several tensors, None if no gradient was computed."""
-    if not any(each is not None for each in gradients):
-        return None
-    return gradients[0] if packed else gradients

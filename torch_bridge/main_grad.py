@@ -27,7 +27,7 @@ from grouped_core.formats import WIDE
 from torch_bridge._args import check_apart
 from torch_bridge._checks import address, distributed_like, is_distributed, local
 from torch_bridge._memory import are_apart
-from torch_bridge._tensors import dtype_name
+from torch_bridge._tensors import dtype_name, note_written
 
 Write = Callable[[list[Tensor], list[int], bool], None]
 """(destinations, their groups, whether to add) -> None; launches the weight gradients of these groups."""
@@ -105,6 +105,7 @@ def write(
         _check_apart(names, live, found, weights, operands)
     for (_, accumulate), (tensors, groups) in batches.items():
         launch(tensors, groups, accumulate)
+        note_written(tensors)
 
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
