@@ -22,7 +22,7 @@ from grouped_core.quantizing import NO_MEASURES
 from grouped_core.routing import Order
 from torch_bridge import _saved
 from torch_bridge._args import Arguments
-from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import ROUTED_NAMES
 from torch_bridge._gradients import WeightGradient
@@ -205,14 +205,9 @@ _ROUTED_FIRST = define(
 
 
 def _facts(
-    forward: Rule,
-    at_hidden: Rule,
-    first: Rule,
-    op: AdaptedMlp,
-    specs: AdaptedSpecs,
-    needs: LoraMlpNeeds,
-    whole: Sequence[bool],
+    stages: Sequence[Rule], op: AdaptedMlp, specs: AdaptedSpecs, needs: LoraMlpNeeds, whole: Sequence[bool]
 ) -> Facts:
+    forward, at_hidden, first = stages
     base, adapters = op
     of_base: MlpSpecs = specs.base
     has = [each is not None for each in (of_base.probs, of_base.wi_bias, of_base.wo_bias)]
@@ -241,9 +236,7 @@ def _weights_of(given: Arguments, facts: Facts, scaling: Scaling) -> list[Any]:
     ]
 
 
-def _forward(
-    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
-) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None) -> Forwarded:
     wi, wo = _weights_of(given, facts, scaling)
     (wi_bias, wo_bias), sizes, probs, keep = given.biases, given.sizes, given.row_scale, facts.keep
     extras = scaling.extras(2, None, training=facts.training)
@@ -275,9 +268,7 @@ def _kept_biases(given: Arguments, keep: Kept) -> tuple[Any, Any]:
     return wi_bias if keep.base.wi_bias else None, wo_bias if keep.base.wo_bias else None
 
 
-def _forward_of_tokens(
-    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
-) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward_of_tokens(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None) -> Forwarded:
     x: Any = given.x
     wi, wo = _weights_of(given, facts, scaling)
     (wi_bias, wo_bias), keep = given.biases, facts.keep
@@ -333,12 +324,6 @@ def _deliver(saved: Saved, sizes: Tensor, at: int, grads: PairGrads, deliver: De
             deliver(factor, WeightGradient(product, spec, rows, dy, sizes, saved.rows, made=(made, None)))
 
 
-def _needs(x: bool, weights: Sequence[bool], probs: bool, biases: Sequence[bool]) -> LoraMlpNeeds:
-    a_wi, b_wi, a_wo, b_wo = weights
-    wi_bias, wo_bias = biases
-    return LoraMlpNeeds(x, a_wi, b_wi, a_wo, b_wo, probs, wi_bias, wo_bias)
-
-
 ADAPTED_MLP = Operation(
     name=NAME,
     weights=MLP_LORA_NAMES,
@@ -346,8 +331,8 @@ ADAPTED_MLP = Operation(
     places=(11, 12, 13, 14),
     scale_place=6,
     check=adapted_mlp_arguments,
-    needs=_needs,
-    facts=partial(_facts, _FORWARD, _AT_HIDDEN, _FIRST),
+    needs=LoraMlpNeeds,
+    facts=partial(_facts, (_FORWARD, _AT_HIDDEN, _FIRST)),
     forward=_forward,
     backward=_backward,
 )
@@ -358,8 +343,8 @@ ADAPTED_ROUTED = Operation(
     places=(12, 13, 14, 15),
     scale_place=2,
     check=adapted_routed_arguments,
-    needs=_needs,
-    facts=partial(_facts, _ROUTED_FORWARD, _ROUTED_AT_HIDDEN, _ROUTED_FIRST),
+    needs=LoraMlpNeeds,
+    facts=partial(_facts, (_ROUTED_FORWARD, _ROUTED_AT_HIDDEN, _ROUTED_FIRST)),
     forward=_forward_of_tokens,
     backward=_backward,
     count=rows_of_tokens,

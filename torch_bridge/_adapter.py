@@ -18,7 +18,7 @@ from grouped_core.linear_spec import Linear
 from grouped_core.lora import Adapter, LoraNeeds
 from torch_bridge import _saved
 from torch_bridge._args import Arguments
-from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._gradients import WeightGradient
 from torch_bridge._lora_args import LORA_NAMES, Adapted, AdaptedSpecs, adapted_arguments
@@ -120,9 +120,7 @@ def _facts(op: Adapted, specs: AdaptedSpecs, needs: LoraNeeds, whole: Sequence[b
     return Facts(op, specs, needs, any(needs), keep, products, forward, (main,))
 
 
-def _forward(
-    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
-) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None) -> Forwarded:
     (a, b), (bias,), (cache,) = given.weights, given.biases, given.caches
     ((_, weight),) = given.base
     training, row_scale, keep = facts.training, given.row_scale, facts.keep
@@ -165,7 +163,7 @@ ADAPTED = Operation(
     places=(8, 9),
     scale_place=5,
     check=adapted_arguments,
-    needs=lambda x, weights, row_scale, biases: LoraNeeds(x, weights[0], weights[1], biases[0], row_scale),
+    needs=lambda x, a, b, row_scale, bias: LoraNeeds(x, a, b, bias, row_scale),
     facts=_facts,
     forward=_forward,
     backward=_backward,

@@ -60,6 +60,9 @@ class Saved:
     rows: Any
 
 
+Forwarded = tuple[Tensor, tuple[Any, ...]]
+"""The result [M, N], and the operands that backward reads."""
+
 MainGradients = tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
 """All gradients except those of weights: of x, of the row scale or probabilities, and of each bias [G, N]."""
 
@@ -73,10 +76,10 @@ class Operation:
         rows: names of the rows that are kept for backward, before all other operands.
         places: positions of the weights among the arguments. scale_place: position of the row scale.
         check: (all arguments, caches of layers) -> checked arguments.
-        needs: (x, each weight, row scale, each bias) -> the gradients to compute, as the rules take them.
+        needs: (x, each weight, the row scale, each bias) -> the gradients to compute, as the rules take them.
         facts: (operation, specs of its operands, needs, for each weight whether its whole gradient goes to autograd, so
             that it may be computed along with others) -> what follows from them.
-        forward: (arguments, facts, scaling, M, out) -> (the result [M, N], the operands that backward reads).
+        forward: (arguments, facts, scaling, M, out) -> `Forwarded`.
         backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> the other gradients. It removes operands
             from the list, so that rows are freed as soon as they are no longer read.
         count: (arguments) -> M, the number of rows of the products.
@@ -88,9 +91,9 @@ class Operation:
     places: tuple[int, ...]
     scale_place: int
     check: Callable[..., Arguments]
-    needs: Callable[[bool, Sequence[bool], bool, Sequence[bool]], Any]
+    needs: Callable[..., Any]
     facts: Callable[..., Facts]
-    forward: Callable[[Arguments, Facts, Scaling, Any, Tensor | None], tuple[Tensor, tuple[Any, ...]]]
+    forward: Callable[[Arguments, Facts, Scaling, Any, Tensor | None], Forwarded]
     backward: Callable[[Saved, list[Any], Any, Tensor | None, Deliver], MainGradients]
     count: Callable[[Arguments], Any] = lambda given: given.x.shape[0]
 
@@ -191,16 +194,14 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...], elsew
         needed: for each of `Arguments.receivers`, whether it needs a gradient; () if none does.
         elsewhere: whether gradients of weights go to accumulators or to a queue.
     """
-    lists, weights = checked.lists, len(operation.weights)
-    needs_x, needs_scale, *of_members = needed or [False] * (2 + sum(count for count, _ in lists))
+    weights = len(operation.weights)
+    needs_x, needs_scale, *of_members = needed or [False] * (2 + sum(count for count, _ in checked.lists))
     flags = iter(of_members)
-    live = [tuple([at for at in range(count) if next(flags)]) for count, _ in lists]
-    several = [len(each) > 0 for each in live]
-    needs = operation.needs(needs_x, several[:weights], needs_scale, several[weights:])
-    biases = [(*own, some) for own, some in zip(lists[weights:], live[weights:], strict=True)]
-    biases = biases if any(count for count, *_ in biases) else ()
-    named = zip(operation.weights, lists, live, strict=False)
-    routes = [Route(name, count, packed, own) for name, (count, packed), own in named]
+    lists = [(count, packed, tuple([at for at in range(count) if next(flags)])) for count, packed in checked.lists]
+    several = [len(live) > 0 for *_, live in lists]
+    needs = operation.needs(needs_x, *several[:weights], needs_scale, *several[weights:])
+    biases = lists[weights:] if any(count for count, *_ in lists[weights:]) else ()
+    routes = [Route(name, *own) for name, own in zip(operation.weights, lists, strict=False)]
     whole = [not elsewhere and len(route.live) == route.parts for route in routes]
     facts = operation.facts(checked.op, checked.specs, needs, whole)
     asked = checked.asked[elsewhere][needed] = facts, _Rest(operation, tuple(biases), routes)

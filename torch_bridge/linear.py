@@ -20,7 +20,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _adapter, _saved
 from torch_bridge._args import Arguments, Members, linear_arguments
-from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import NAMES
 from torch_bridge._gradients import WeightGradient, made_along
@@ -133,10 +133,9 @@ _GradOperands = namedtuple("_GradOperands", "x weight sizes bias row_scale dy gr
 
 def _main_grads_rule(run: Any, static: tuple[Linear, LinearSpecs, Needs, bool], o: _GradOperands) -> tuple[Any, ...]:
     op, specs, needs, new_w = static
-    *operands, grad_input, extras = o
-    (extras,) = extras or _NO_EXTRAS
-    options: dict[str, Any] = {"needs": needs, "grad_input": grad_input, "extras": extras}
-    *found, rows, dy = gradients.main_grads(run, op, specs, *operands, **options)[:5]
+    (extras,) = o.extras or _NO_EXTRAS
+    options: dict[str, Any] = {"needs": needs, "grad_input": o.grad_input, "extras": extras}
+    *found, rows, dy = gradients.main_grads(run, op, specs, *o[:-2], **options)[:5]
     return *found, *made_along(run, op, specs[1], rows, dy, o.sizes, new_w)
 
 
@@ -161,9 +160,7 @@ def _facts(op: Linear, specs: LinearSpecs, needs: Needs, whole: Sequence[bool]) 
     return Facts(op, specs, needs, any(needs), keep, (op,), forward, (main,))
 
 
-def _forward(
-    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
-) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None) -> Forwarded:
     (weight,), (bias,), (cache,) = given.weights, given.biases, given.caches
     training, row_scale = facts.training, given.row_scale
     if cache is not None:
@@ -200,7 +197,7 @@ LINEAR = Operation(
     places=(1,),
     scale_place=5,
     check=linear_arguments,
-    needs=lambda x, weights, row_scale, biases: Needs(x, weights[0], biases[0], row_scale),
+    needs=lambda x, weight, row_scale, bias: Needs(x, weight, bias, row_scale),
     facts=_facts,
     forward=_forward,
     backward=_backward,

@@ -22,7 +22,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _adapted_mlp, _saved
 from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
-from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import MLP_NAMES
 from torch_bridge._gradients import WeightGradient, made_along
@@ -172,16 +172,9 @@ _FIRST_PRODUCT = define(
 # Forward and backward
 
 
-def facts_of(
-    forward: Rule,
-    at_hidden: Rule,
-    first_product: Rule,
-    op: Mlp,
-    specs: MlpSpecs,
-    needs: MlpNeeds,
-    whole: Sequence[bool],
-) -> Facts:
+def facts_of(stages: Sequence[Rule], op: Mlp, specs: MlpSpecs, needs: MlpNeeds, whole: Sequence[bool]) -> Facts:
     """The facts of an MLP with these operators; the last is left out if nothing needs the gradient of hidden rows."""
+    forward, at_hidden, first_product = stages
     keep = kept(op, needs, specs.probs is not None, specs.wi_bias is not None, specs.wo_bias is not None)
     backward = (prepare(at_hidden, (op, specs, needs, needs.wo and whole[1])),)
     if needs_dh(needs):
@@ -199,9 +192,7 @@ def weights_of(given: Arguments, facts: Facts, scaling: Scaling) -> tuple[Any, A
     return wi, with_forms(given.caches[1], wo, of_wo, scaling, 1, training=training)
 
 
-def _forward(
-    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
-) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None) -> Forwarded:
     (wi, wo), (wi_bias, wo_bias) = weights_of(given, facts, scaling), given.biases
     x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
     extras = scaling.extras(2, None, training=training)
@@ -266,8 +257,8 @@ MLP = Operation(
     places=(1, 2),
     scale_place=6,
     check=mlp_arguments,
-    needs=lambda x, weights, probs, biases: MlpNeeds(x, weights[0], weights[1], probs, biases[0], biases[1]),
-    facts=partial(facts_of, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT),
+    needs=MlpNeeds,
+    facts=partial(facts_of, (_FORWARD, _AT_HIDDEN, _FIRST_PRODUCT)),
     forward=_forward,
     backward=_backward,
 )

@@ -24,7 +24,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing import Order
 from torch_bridge import _adapted_mlp, _saved
 from torch_bridge._args import Accumulators, Arguments, Members
-from torch_bridge._autograd import Deliver, Facts, MainGradients, Operation, Saved
+from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import ROUTED_NAMES
 from torch_bridge._gradients import WeightFacts, WeightGradient, WeightOperands, made_along, weight_grad
@@ -227,9 +227,7 @@ def _result_spec(x: Any) -> ArraySpec:
     return ArraySpec(tuple(x.shape), x.dtype) if isinstance(x, QTensor) else rows_spec(x)
 
 
-def _forward(
-    given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None
-) -> tuple[Tensor, tuple[Any, ...]]:
+def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tensor | None) -> Forwarded:
     x: Any = given.x
     (wi, wo), (wi_bias, wo_bias), keep = weights_of(given, facts, scaling), given.biases, facts.keep
     if out is not None:
@@ -271,7 +269,7 @@ ROUTED = Operation(
     scale_place=2,
     check=routed_arguments,
     needs=MLP.needs,
-    facts=partial(facts_of, _FORWARD, _AT_HIDDEN, _FIRST_PRODUCT),
+    facts=partial(facts_of, (_FORWARD, _AT_HIDDEN, _FIRST_PRODUCT)),
     forward=_forward,
     backward=_backward,
     count=rows_of_tokens,
