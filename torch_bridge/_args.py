@@ -234,22 +234,12 @@ def mlp_arguments(
         max_rows: of `routed_mlp`.
     """
     refuse_transforms(operation, x, wi, wo, probs, wi_bias, wo_bias)
-    sizes, rows_hint = unwrap(group_sizes)
+    sizes, hint = unwrap(group_sizes)
     of_layers = isinstance(recipe, tuple) and len(recipe) == 2 and isinstance(recipe[0], BoundRecipe)
     bounds = recipe if of_layers else (recipe_option(recipe),)
     pinned = implementation_names(implementation)
     paired = is_pair(wi)
-    options = (
-        names,
-        bool(rhs_transposed),
-        activation,
-        bounds[0].recipe,
-        residuals,
-        rows_hint,
-        max_rows,
-        pinned,
-        paired,
-    )
+    options = (names, activation, bool(rhs_transposed), bounds[0].recipe, residuals, hint, max_rows, pinned, paired)
     if paired and join and mlp_spec.joins(op := mlp_of(options), _with_master(x)[1]):
         wi, options = _joined_pair(op, wi, wgrad_accum), (*options[:-1], False)
     weights, biases, of_weights = (wi, wo), (wi_bias, wo_bias), (names.wi, names.wo)
@@ -259,17 +249,10 @@ def mlp_arguments(
 
 def mlp_of(options: Sequence[Any]) -> Mlp:
     """The operation with the options of `mlp_arguments`."""
-    names, transposed, activation, recipe, residuals, rows_hint, max_rows, pinned, paired = options
+    names, activation, transposed, recipe, residuals, hint, max_rows, pinned, paired = options
+    kind, policy = activations.resolve(activation), Residuals(mlp_spec.residuals_option(residuals).policy)
     return Mlp(
-        names,
-        activations.resolve(activation),
-        transposed=transposed,
-        recipe=recipe,
-        residuals=Residuals(mlp_spec.residuals_option(residuals).policy),
-        rows_hint=rows_hint,
-        implementation=pinned,
-        paired=paired,
-        max_rows=max_rows,
+        names, kind, transposed, recipe, policy, rows_hint=hint, implementation=pinned, paired=paired, max_rows=max_rows
     )
 
 
@@ -624,13 +607,12 @@ def accumulators_of(given: Any, leaves: list[Tensor], accum_name: str, weight_na
         )
     names = (leaf_names(leaves, accum_name), leaf_names(leaves, weight_name))
     for accumulator, leaf, name, owner in zip(found, leaves, *names, strict=True):
-        if accumulator is None:
-            if leaf.requires_grad:
-                raise ValueError(
-                    f"`{name}`: None, expected a tensor, because `{owner}` needs a gradient; pass one or freeze it."
-                )
-            continue
-        _check_accumulator(name, accumulator, fixed_spec(leaf), leaf)
+        if accumulator is not None:
+            _check_accumulator(name, accumulator, fixed_spec(leaf), leaf)
+        elif leaf.requires_grad:
+            raise ValueError(
+                f"`{name}`: None, expected a tensor, because `{owner}` needs a gradient; pass one or freeze it."
+            )
     return found
 
 
@@ -708,9 +690,5 @@ def check_apart_from_operands(written: Named, given: Arguments) -> None:
 
 def check_apart(written: Named, read: Named) -> None:
     """`memory.check_apart` for named tensors; tensors without memory overlap with nothing."""
-    memory.check_apart(*([_span(*each) for each in named if each[1] is not None] for named in (written, read)))
-
-
-def _span(name: str, tensor: Any) -> Span:
-    start = address(tensor)
-    return Span(name, start, start + tensor.nbytes if start else 0)
+    placed = [[(name, each, address(each)) for name, each in named if each is not None] for named in (written, read)]
+    memory.check_apart(*[[Span(name, at, at and at + each.nbytes) for name, each, at in some] for some in placed])
