@@ -265,8 +265,8 @@ CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
 }
 
 
-def bench(layer: Layer, device: str, names: list[str], budget_s: float) -> list[harness.Row]:
-    """All candidates on one layer."""
+def bench(layer: Layer, device: str, names: list[str], protocol: dict[str, Any]) -> list[harness.Row]:
+    """All candidates on one layer. `protocol`: options of `harness.measure`."""
     work = make_work(layer, device)
     built: dict[str, dict[str, harness.Thunk]] = {}
     skipped: dict[str, str] = {}
@@ -280,11 +280,10 @@ def bench(layer: Layer, device: str, names: list[str], budget_s: float) -> list[
                 raise
             skipped[name] = f"{type(reason).__name__}: {reason}"[:200]
             built.pop(name, None)
-    clock = harness.cpu_clock if device == "cpu" else harness.cuda_clock
     rows = []
     for product, factor in (("forward", 1), ("forward+backward", 3)):
         thunks = {name: each[product] for name, each in built.items()}
-        timings = harness.measure(thunks, clock=clock, budget_s=budget_s / 2)
+        timings = harness.measure(thunks, **protocol)
         bound, flops = timings["dense"].median_us, factor * layer.flops
         for name in names:
             timing = timings.get(name)
@@ -335,7 +334,7 @@ def bench_parts(layer: Layer, device: str, budget_s: float) -> None:
 
 
 def list_kernels(layer: Layer, steps_seen: int = 6) -> None:
-    """Prints how often each kernel runs in forward and backward of our bf16 layer, and its median time."""
+    """Prints how often each kernel runs in forward and backward of our bf16 layer, and the mean of its times."""
     step = ours(None)(make_work(layer, "cuda"))["forward+backward"]
     for i in range(3):
         step(i)
@@ -349,8 +348,8 @@ def list_kernels(layer: Layer, steps_seen: int = 6) -> None:
         if event.device_type.name == "CUDA":
             times.setdefault(event.name, []).append(event.device_time_total)
     for name, each in times.items():
-        count, median = len(each) / steps_seen, sorted(each)[len(each) // 2]
-        print(f"{layer.name:<16}{count:>5.1f} x {median:>8.1f} us  {name[:110]}", flush=True)
+        count, mean = len(each) / steps_seen, sum(each) / len(each)
+        print(f"{layer.name:<16}{count:>5.1f} x {mean:>8.1f} us  {name[:110]}", flush=True)
 
 
 def main() -> None:
@@ -361,8 +360,19 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="routing, gathering and combining alone")
     parser.add_argument("--kernels", action="store_true", help="times of kernels in a step, on a GPU")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds per layer")
+    parser.add_argument(
+        "--steady", type=float, metavar="SECONDS", help="time each candidate in runs of so many seconds, on a GPU"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.steady is not None and options.device == "cpu":
+        parser.error("--steady is for GPUs")
+    protocol = {
+        "clock": harness.cpu_clock if options.device == "cpu" else harness.cuda_clock,
+        "budget_s": options.budget / 2,
+    }
+    if options.steady is not None:
+        protocol = harness.steady(options.steady)
     layers = [each for each in (*LAYERS, *SMALL) if options.layers and each.name in options.layers]
     rows = []
     for layer in layers or (SMALL if options.device == "cpu" else LAYERS):
@@ -372,7 +382,7 @@ def main() -> None:
         if options.parts:
             bench_parts(layer, options.device, options.budget)
             continue
-        block = bench(layer, options.device, list(dict.fromkeys(["dense", *options.candidates])), options.budget)
+        block = bench(layer, options.device, list(dict.fromkeys(["dense", *options.candidates])), protocol)
         print(harness.table(block), flush=True)
         rows += block
         if options.device == "cuda":

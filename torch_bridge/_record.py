@@ -109,10 +109,13 @@ class Register(NamedTuple):
     spec: ArraySpec
 
 
-class Row(NamedTuple):
-    """A part of a leaf, which has a register but no tensor: launches read it at an offset from the leaf's address."""
+class Part(NamedTuple):
+    """What has a register but no tensor: a row of a leaf, or a temporary among others in one tensor.
 
-    leaf: int
+    Launches find it at an offset from the address of the tensor.
+    """
+
+    whole: int  # the register of the tensor
     offset: int  # in bytes
 
 
@@ -131,6 +134,15 @@ class Launch(NamedTuple):
     operands: tuple[tuple[int, int], ...]  # (slot, register) of those that are present
     results: tuple[int, ...]
 
+    def new_results(self) -> list[tuple[int, ArraySpec]]:
+        """(number, spec) of each result that is neither absent nor a buffer."""
+        buffers = {output for _, output in self.call.aliases}
+        return [
+            (at, spec)
+            for at, spec in enumerate(self.call.outputs)
+            if spec is not None and self.results[at] >= 0 and at not in buffers
+        ]
+
 
 class Given(NamedTuple):
     """What planning knows about a leaf: its packed spec, and whether it is a table of (aligned) addresses."""
@@ -146,7 +158,7 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[Cast | Launch] = []
         self.specs: list[ArraySpec] = []
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, Part] = {}
 
     def given(self, leaf: Given | None) -> Register | Listed | None:
         """The array that represents a leaf in the rule."""
@@ -160,7 +172,7 @@ class Recorder:
         """Row `at` of a leaf, the first step of it if that has steps: float32 [G]."""
         size = math.prod(leaf.spec.shape[1:]) * TORCH_DTYPES[leaf.spec.dtype].itemsize
         found = self.register(ArraySpec(leaf.spec.shape[-1:], leaf.spec.dtype))
-        self.rows[found.at] = Row(leaf.at, at * size)
+        self.rows[found.at] = Part(leaf.at, at * size)
         return found
 
     def register(self, spec: ArraySpec) -> Register:
@@ -209,7 +221,7 @@ class Recording(NamedTuple):
     outputs: tuple[Output, ...]
     specs: tuple[ArraySpec, ...]  # of all registers
     given: int  # number of registers that are leaves
-    rows: dict[int, Row]  # by register
+    rows: dict[int, Part]  # of leaves, by register
 
     @property
     def calls(self) -> list[Call]:
@@ -320,7 +332,7 @@ def _addresses(recording: Recording, leaves: Sequence[Leaf]) -> list[int]:
     found = [each.data_ptr() if isinstance(each, Tensor) else 0 for each in leaves if each is not None]
     found += [0] * (len(recording.specs) - recording.given)
     for register, row in recording.rows.items():
-        found[register] = found[row.leaf] + row.offset if found[row.leaf] % ALIGNMENT == 0 else 1
+        found[register] = found[row.whole] + row.offset if found[row.whole] % ALIGNMENT == 0 else 1
     return found
 
 
@@ -330,13 +342,41 @@ SHARED_WORKSPACE = 1 << 20
 A larger one is freed after its launch, as it would count at the peak of memory.
 """
 
+SMALL_TEMPORARY = 1 << 16
+"""Temporaries of at most so many bytes share one tensor of at most `SHARED_WORKSPACE`, which saves allocations."""
+
+LINE = 256
+"""Each of these temporaries starts at a multiple of so many bytes, as tensors do that PyTorch allocates on a GPU."""
+
+
+def _temporaries(recording: Recording) -> tuple[dict[int, int], int]:
+    """(byte offsets of the small temporaries in the tensor that they share, by register; its bytes)."""
+    tensors = set(recording.made())  # what has to be a tensor of its own
+    for step in recording.steps:
+        if isinstance(step, Cast):
+            tensors |= {step.source, step.result}
+    offsets: dict[int, int] = {}
+    end = 0
+    for step in recording.steps:
+        if isinstance(step, Cast):
+            continue
+        for output, spec in step.new_results():
+            size = math.prod(spec.shape) * RESULT_DTYPES[spec.dtype].itemsize
+            if step.results[output] not in tensors and size <= min(SMALL_TEMPORARY, SHARED_WORKSPACE - end):
+                offsets[step.results[output]] = end
+                end += -(-size // LINE) * LINE
+    return offsets, end
+
 
 def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple[list[tuple[Any, ...]], int, int]:
     """(the steps as `_native.Program` takes them, number of registers, bytes of the largest workspace)."""
     keep = set(recording.made())
-    rows = recording.rows
+    temporaries, temporary_bytes = _temporaries(recording)
+    temporary = len(recording.specs)  # the register of the tensor with small temporaries
+    shared = temporary + 1  # that of the shared workspace, before those of larger ones
+    inside = recording.rows | {at: Part(temporary, offset) for at, offset in temporaries.items()}
     steps: list[tuple[Any, ...]] = []
-    shared = len(recording.specs)  # the register of the shared workspace, before those of larger ones
+    first_with_temporary = 0  # in `steps`
     workspaces: dict[int, tuple[int, int]] = {}  # by register: the first launch that uses it, its bytes
     for step in reversed(recording.steps):
         if isinstance(step, Cast):
@@ -351,19 +391,21 @@ def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple
         registers[inputs:-1] = step.results
         at_slots = [0 if at < 0 else addresses[at] for at in registers]
         needed = plan.workspace_for(at_slots)
-        offsets = [rows[at].offset if at in rows else 0 for at in registers]
-        registers = [rows[at].leaf if at in rows else at for at in registers]
+        new = {
+            inputs + at: (registers[inputs + at], (spec.shape, _strides(spec.shape), RESULT_DTYPES[spec.dtype]))
+            for at, spec in step.new_results()
+            if registers[inputs + at] not in temporaries
+        }
+        offsets = [inside[at].offset if at in inside else 0 for at in registers]
+        registers = [inside[at].whole if at in inside else at for at in registers]
         if needed:
             registers[-1] = shared if needed <= SHARED_WORKSPACE else shared + 1 + len(workspaces)
-        buffers = {output for _, output in step.call.aliases}
-        new = {
-            slot: (registers[slot], (spec.shape, _strides(spec.shape), RESULT_DTYPES[spec.dtype]))
-            for slot, spec in enumerate(step.call.outputs, inputs)
-            if registers[slot] >= 0 and spec is not None and slot - inputs not in buffers
-        }
         for part, touched, first in _parts_from_the_last(plan, at_slots):
             own = [register if slot in touched else -1 for slot, register in enumerate(registers[:-1])]
             used = {register for register in (*own[:inputs], registers[-1]) if register >= 0}
+            if temporary in own:
+                used.add(temporary)
+                first_with_temporary = len(steps)
             launcher = _native.Launcher(EXCHANGE, plan, [*own, registers[-1]], offsets, part)
             made = tuple([new[slot] for slot in first if slot in new])
             steps.append((step.call.name, launcher, made, None, tuple(used - keep)))
@@ -371,9 +413,12 @@ def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple
         if needed:
             _, most = workspaces.get(registers[-1], (0, 0))
             workspaces[registers[-1]] = (len(steps) - 1, max(needed, most))
+    if temporaries:
+        name, launcher, made, *rest = steps[first_with_temporary]
+        steps[first_with_temporary] = name, launcher, (*made, (temporary, _bytes(temporary_bytes))), *rest
     for workspace, (first_user, count) in workspaces.items():
         name, launcher, made, _, last_used = steps[first_user]
-        steps[first_user] = name, launcher, made, (workspace, ((count,), (1,), torch.uint8)), last_used
+        steps[first_user] = name, launcher, made, (workspace, _bytes(count)), last_used
     sizes = [count for _, count in workspaces.values()]
     return steps[::-1], shared + 1 + len(workspaces), max(sizes, default=0)
 
@@ -396,6 +441,11 @@ def _parts_from_the_last(plan: _native.Plan, addresses: list[int]) -> list[tuple
         earlier = [slot for part in parts[:number] for slot in part]
         found.append((number, slots, [slot for slot in slots if slot not in earlier]))
     return found[::-1]
+
+
+def _bytes(count: int) -> tuple[Any, ...]:
+    """(shape, strides, dtype) of so many bytes."""
+    return (count,), (1,), torch.uint8
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

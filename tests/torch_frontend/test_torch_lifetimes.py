@@ -24,6 +24,16 @@ SIZES = [21, 0, 30]
 ROWS = 53  # two more than belong to groups
 RECIPES = (None, recipes.FP8Delayed, recipes.FP8Current, recipes.FP8Block, recipes.MXFP8)
 
+
+SMALL = _record.SMALL_TEMPORARY
+
+
+@pytest.fixture(autouse=True)
+def tensors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of this file are planned as at the sizes of models, where codes are too large to share a tensor."""
+    monkeypatch.setattr(_record, "SMALL_TEMPORARY", 0)
+
+
 by_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r and r.name)
 quantised = pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
 
@@ -216,3 +226,24 @@ def test_codes_take_little_more_memory_than_bf16(name: str, monkeypatch: pytest.
     for recipe in (recipes.FP8Delayed, recipes.FP8Current, recipes.FP8Block):
         peak = _planned_peak(case, recipe, memory)
         assert peak <= bounds.PEAK_OVER_BF16 * plain, f"{recipe.name}: {peak / plain:.2f}"
+
+
+@pytest.mark.parametrize("rows", [40, 1 + SMALL // 128], ids=["small", "large"])
+def test_small_temporaries_share_one_tensor(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes of x that only forward reads lie beside the scales, unless they are too large; poison leaves them alone."""
+    width, hidden = 128, 64
+    leaves = [_normal(rows, width), _normal(G, 2 * hidden, width), _normal(G, width, hidden)]
+    monkeypatch.setattr(_record, "SMALL_TEMPORARY", SMALL)
+
+    def step() -> list[Tensor]:
+        y = grouped_mlp(*leaves, [rows, 0, 0], recipe=recipes.FP8Block)
+        return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+    with _launches() as launches:
+        plain = step()
+    made = [shape for launch in launches if launch.call == "quantize" for shape in launch.made]
+    assert ((rows, width) in made) == (rows * width > SMALL)
+    assert len([shape for shape in made if len(shape) == 1]) == 2, "one tensor in forward and one in backward"
+    monkeypatch.setenv("GROUPED_DEBUG", "poison")
+    for got, expected in zip(step(), plain, strict=True):
+        asserts.bitwise(got, expected)
