@@ -245,6 +245,8 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of forward's arguments, from that of the result: dy [M, N]."""
         (dy,) = grad_outputs
+        if torch.compiler.is_dynamo_compiling():  # compiled autograd around a call that was not compiled
+            return _beside_graph(ctx, dy)
         if not torch.is_grad_enabled() or is_compiling():
             return _backward(ctx, dy)
         sources = (dy, *ctx.saved_tensors)
@@ -282,6 +284,12 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     for at, facts in enumerate(biases):
         found += _of_members(of_biases[at], *facts)
     return tuple(found)
+
+
+_REASON = (
+    "the backward of a call outside of a graph launches kernels from Python; compiled autograd runs it beside its graph"
+)
+_beside_graph: Any = torch.compiler.disable(_backward, reason=_REASON)
 
 
 def _of_members(gradient: Tensor | None, count: int, packed: bool, live: Sequence[int]) -> list[Tensor | None]:

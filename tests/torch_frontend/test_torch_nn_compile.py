@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.exc import Unsupported
 
 from tests import asserts
@@ -143,3 +145,38 @@ def test_compiled_inside_an_offloading_context(form: str) -> None:
     expected = _results(_prepared(form, False), backend=None)
     with cpu_offload(min_numel=0):
         _same(_results(_prepared(form, False), backend="aot_eager"), expected)
+
+
+FORMS_OF_ONE_OPERATION = ("GroupedLinear", "GroupedMLP")
+
+
+@pytest.mark.matrix(
+    form=FORMS_OF_ONE_OPERATION, listed=(False, True), accumulate=(False, True), whole_step=(False, True)
+)
+def test_compiled_autograd(form: str, listed: bool, accumulate: bool, whole_step: bool) -> None:
+    """Of a call that is not compiled, and of a step that is: the launches run beside its graph, with the same bits."""
+    found = []
+    for compiled in (False, True):
+        s = _prepared(form, listed, accumulate=accumulate)
+        extra = {"GroupedLinear": (s.sizes,), "GroupedMLP": (s.sizes, s.probs)}.get(s.form, (s.sizes, s.probs, s.sizes))
+        x = leaf(s.x)
+
+        def forward(s: Any = s, x: Any = x, extra: Any = extra) -> torch.Tensor:
+            y = s.module(x, *extra)
+            return (y * s.dy.to(y.dtype)).sum()
+
+        with torch._dynamo.config.patch(compiled_autograd=compiled):
+            if whole_step:
+
+                def step(forward: Any = forward) -> None:
+                    forward().backward()
+
+                (torch.compile(step, backend="eager") if compiled else step)()
+            else:
+                loss = forward()
+                enabled = _enable(lambda graph: torch.compile(graph, backend="eager")) if compiled else nullcontext()
+                with enabled:
+                    loss.backward()
+        weights = [each for weight in s.weights for each in (weight.grad, getattr(weight, "main_grad", None))]
+        found.append([x.grad, *weights])
+    _same(found[1], found[0])
