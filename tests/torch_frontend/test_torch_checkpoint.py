@@ -238,6 +238,26 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
         checkpoint.load(path, meta)
 
 
+@pytest.mark.rule("CKP-3")
+@pytest.mark.parametrize("single", [True, False])
+def test_a_tensor_that_is_missing_in_any_layer_leaves_all_layers_as_they_are(tmp_path: Path, single: bool) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "f.safetensors"
+    given, model = (
+        torch.nn.ModuleList(nn.GroupedMLP(E, H, F, bias=True, single_grouped_weight=single) for _ in range(2))
+        for _ in range(2)
+    )
+    before, state = copy.deepcopy(model), given.state_dict()
+    for key in state:
+        save_file({name: each for name, each in state.items() if name != key}, path)
+        with pytest.raises((KeyError, ValueError), match="expected"):
+            checkpoint.load(path, model, layout="torch_bridge")
+        same(model, before)
+    save_file(state, path)
+    same(checkpoint.load(path, model, layout="torch_bridge"), given)
+
+
 @pytest.mark.rule("CKP-3", "LOR-5")
 def test_a_base_loads_beside_adapters(tmp_path: Path) -> None:
     """All of them or none: a checkpoint with some of the factors is incomplete."""

@@ -12,7 +12,7 @@ import torch
 
 from tests import asserts
 from tests.torch_frontend.nn_tools import MODULES, parameters_of, setup
-from torch_bridge import nn
+from torch_bridge import MXFP8, FP8Delayed, nn
 
 G, K, N = 3, 5, 4
 
@@ -143,6 +143,78 @@ def test_row_7_an_incomplete_set_is_refused(kind: str, strict: bool) -> None:
     del state[f"{kind}1"]
     with asserts.refused(ValueError, [f"`{kind}`", "2 of 3 groups", "missing 1", "complete"]):
         _layer(True, True).load_state_dict(state, strict=strict)
+
+
+def _several(form: str, grouped: bool, **options: Any) -> Any:
+    """A module of several grouped layers, and the path of the last one."""
+    options["single_grouped_weight"] = grouped
+    if form == "MoE":
+        return nn.MoE(K, 2 * N, G, 1, shared_dim=N, **options), "shared.linear_fc2."
+    if form == "GroupedMLP":
+        return nn.GroupedMLP(G, K, N, **options), "linear_fc2."
+    return nn.Sequential(*(nn.GroupedLinear(G, K, K, **options) for _ in range(2))), "1."
+
+
+@pytest.mark.rule("CKP-1", "CKP-3")
+@pytest.mark.parametrize("recipe", [None, FP8Delayed], ids=["plain", "state"])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("form", ["GroupedMLP", "MoE", "Sequential"])
+def test_what_the_last_layer_refuses_leaves_the_others_as_they_are(
+    form: str, strict: bool, assign: bool, recipe: Any
+) -> None:
+    for grouped in (False, True):
+        model, last = _several(form, grouped, recipe=recipe)
+        other, _ = _several(form, not grouped, recipe=recipe)
+        state = {f"part.{name}": torch.full_like(value, 2) for name, value in other.state_dict().items()}
+        holder = torch.nn.ModuleDict({"part": model})
+        before = {name: value.clone() for name, value in holder.state_dict().items()}
+        own, first = f"part.{last}weight", next(name for name in state if name.startswith(f"part.{last}weight"))
+        faults = [({**state, own: torch.zeros(2), f"{own}0": torch.zeros(2)}, f"both `{own}` and `{own}0`")]
+        if not grouped:
+            faults.append(({**state, first: torch.zeros(7)}, f"cannot split checkpoint tensor `{own}`"))
+        elif f"{own}1" in state:  # a shared expert has no second group
+            faults.append(({name: each for name, each in state.items() if name != f"{own}1"}, "2 of 3 groups"))
+        for given, words in faults:
+            with asserts.refused(ValueError, [words, "expected"]):
+                holder.load_state_dict(given, strict=strict, assign=assign)
+            for name, value in holder.state_dict().items():
+                asserts.bitwise(value, before[name], name)
+        holder.load_state_dict(state, assign=assign)
+        assert all((value == 2).all() for value in holder.state_dict().values())
+
+
+@pytest.mark.rule("CKP-1")
+@pytest.mark.parametrize("grouped", [False, True])
+def test_quantised_weights_of_the_last_layer_are_checked_before_the_first_is_loaded(grouped: bool) -> None:
+    options: dict[str, Any] = {"recipe": MXFP8, "quantized_weights": True, "dtype": torch.bfloat16}
+    model, other = (nn.GroupedMLP(G, 32, 32, single_grouped_weight=each, **options) for each in (grouped, not grouped))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = other.state_dict()
+    lost = next(name for name in state if name.startswith("linear_fc2.") and name.endswith(".other.scales"))
+    for given in (
+        {name: each for name, each in state.items() if not name.endswith("other.scales") or "fc1" in name},
+        {**state, lost: state[lost].view(torch.uint8)[..., :-1]},
+    ):
+        with asserts.refused(ValueError, ["`linear_fc2.weight", "expected"]):
+            model.load_state_dict(given)
+        for name, value in model.state_dict().items():
+            asserts.bitwise(value, before[name], name)
+    model.load_state_dict(state)
+
+
+@pytest.mark.rule("CKP-1")
+def test_hooks_may_still_mend_what_a_layer_would_refuse() -> None:
+    model, other = nn.GroupedMLP(G, K, N, single_grouped_weight=True), nn.GroupedMLP(G, K, N)
+    state = other.state_dict()
+    lost = state.pop("linear_fc2.weight1")
+
+    def add(module: Any, entries: dict[str, Any], prefix: str, *_: Any) -> None:
+        entries[f"{prefix}linear_fc2.weight1"] = lost
+
+    model.register_load_state_dict_pre_hook(add)
+    model.load_state_dict(state)
+    asserts.bitwise(model.state_dict()["linear_fc2.weight"][1], lost)
 
 
 @pytest.mark.rule("CKP-1")

@@ -6,12 +6,12 @@ Letters: G groups (experts), M rows sorted by group, K in, N out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from grouped_core import lora
 from grouped_core.recipes import Recipe
@@ -420,16 +420,24 @@ class GroupedLinear(ScaledModule):
         _primary.saved(self, destination, prefix)
         self.spread_state(self.weight_parameters()[0], destination, prefix)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        self.own_state(self.weight_parameters()[0], state_dict, prefix)
+    def adapt_state(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Converts the layer's weights and biases in a state dict to its own form, in place.
+
+        Raises:
+            ValueError: they are incomplete, there in two forms, or do not fit.
+        """
         shapes = (("weight", self.weight_names, (self.out_features, self.in_features)),)
         shapes += (("bias", self.bias_names, (self.out_features,)),)
         _primary.loaded(self, state_dict, prefix)
         for kind, names, shape in shapes:
             if names:
                 adapt(state_dict, prefix, kind, self.num_groups, shape, grouped=names[0] == kind)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        self.own_state(self.weight_parameters()[0], state_dict, prefix)
+        self.adapt_state(state_dict, prefix)
         if assigns := local_metadata.get("assign_to_params_buffers", False):
             self.place_state(state_dict, prefix)
         self.keep_missing(state_dict, prefix)
@@ -447,6 +455,26 @@ class GroupedLinear(ScaledModule):
             text += f", {name}=True" if getattr(self, name) else ""
         text += f", lora_rank={self.lora.rank}" if self.lora.rank else ""
         return text + (f", recipe={self.recipe.name}" if self.recipe else "")
+
+
+def check_layers(module: Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Refuses a state dict that a grouped layer inside of `module` would refuse, before any layer is loaded.
+
+    It has no effect if a module has hooks that may still change the entries.
+
+    Raises:
+        ValueError: as `GroupedLinear.adapt_state`.
+    """
+    if any(each._load_state_dict_pre_hooks for each in module.modules()):
+        return
+    shapes = {
+        key: torch.empty(each.shape, dtype=each.dtype, device="meta") if isinstance(each, Tensor) else each
+        for key, each in state_dict.items()
+        if key.startswith(prefix)
+    }
+    for name, each in module.named_modules():
+        if isinstance(each, GroupedLinear):
+            each.adapt_state(shapes, f"{prefix}{name}.")
 
 
 @torch.compiler.disable(reason="quantised Parameters stay outside of graphs")

@@ -24,7 +24,7 @@ from torch_bridge.nn import _lora, _primary
 from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, positive
 from torch_bridge.nn._scaling_state import ScaledModule, bound
 from torch_bridge.nn.activation import shortest
-from torch_bridge.nn.linear import GroupedLinear
+from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.routed import ROUTED
 
 
@@ -299,6 +299,7 @@ class GroupedMLP(ScaledModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
+        check_layers(self, state_dict, prefix)
         self.own_state(self.linear_fc1.weight_parameters()[0], state_dict, prefix)
         if local_metadata.get("assign_to_params_buffers", False):
             self.place_state(state_dict, prefix)

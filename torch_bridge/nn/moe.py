@@ -21,6 +21,7 @@ from torch_bridge._expert_parallel import Layer, Transport, check_chunks, transp
 from torch_bridge._router import router_logits
 from torch_bridge.moe import moe
 from torch_bridge.nn._checks import cast_rows, compute_dtype, parameter_dtype, positive
+from torch_bridge.nn.linear import check_layers
 from torch_bridge.nn.mlp import GroupedMLP
 from torch_bridge.route import MoEAux, topk_router
 from torch_bridge.routed import routed_mlp
@@ -217,6 +218,10 @@ class MoE(Module):
         self.experts = RoutedMLP(own, hidden, mlp_dim, bias=bias, **options)
         self.shared = None if shared_dim is None else GroupedMLP(1, hidden, shared_dim, **options)
         self.shared_gate = Router(hidden, 1, **place) if shared_gate else None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        check_layers(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def spread_experts(
         self,

@@ -19,7 +19,7 @@ from torch_bridge.activation import scaled_activation_rows
 from torch_bridge.nn._checks import check_microbatch
 from torch_bridge.nn._routing import addressed
 from torch_bridge.nn.activation import ScaledActivation
-from torch_bridge.nn.linear import GroupedLinear
+from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.nn.mlp import GroupedMLP, fused_mlp
 
 _MODES = ("auto", "always", "never")
@@ -174,6 +174,10 @@ class Sequential(Module):
             if reason is not None:
                 return reason
         return None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        check_layers(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
