@@ -187,15 +187,15 @@ def loading(
     if factors != model.entries.keys() and factors <= set(missing):  # a base without adapters
         if factors and (others := [key for key in made.unused if is_factor(key)]):
             raise KeyError(
-                f"checkpoint `{reader.where}`: adapters {_some(others)}, expected {_some(sorted(factors))} as in the "
-                "model, because adapters are not converted between frameworks; carry them over by `to_peft` and "
-                "`from_peft`, and load the base without them."
+                f"checkpoint `{reader.where}`: adapters {some_names(others)}, expected {some_names(sorted(factors))} "
+                "as in the model, because adapters are not converted between frameworks; carry them over by `to_peft` "
+                "and `from_peft`, and load the base without them."
             )
         missing = [key for key in missing if key not in factors]
     if missing:
         raise KeyError(
-            f"checkpoint `{reader.where}`: nothing for {_some(missing)}, expected a tensor for each of the model; pass "
-            "`prefix=` if the model is a part of the checkpoint, or the layout that its names have."
+            f"checkpoint `{reader.where}`: nothing for {some_names(missing)}, expected a tensor for each of the model; "
+            "pass `prefix=` if the model is a part of the checkpoint, or the layout that its names have."
         )
     return made
 
@@ -239,7 +239,8 @@ def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None
             )
 
 
-def _some(names: Iterable[str]) -> str:
+def some_names(names: Iterable[str]) -> str:
+    """The first of the names, for messages."""
     listed = [f"`{name}`" for name in names]
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
 
@@ -249,8 +250,8 @@ def unused_message(made: Plan, where: str) -> str | None:
     if not made.unused:
         return None
     return (
-        f"checkpoint `{where}`: {_some(made.unused)} not used, expected a place in the model for each tensor; check "
-        "the layout, or ignore this where the model has no such part."
+        f"checkpoint `{where}`: {some_names(made.unused)} not used, expected a place in the model for each tensor; "
+        "check the layout, or ignore this where the model has no such part."
     )
 
 

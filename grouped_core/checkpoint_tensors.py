@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from grouped_core.checkpoint_files import some_names
 from grouped_core.checkpoint_fp8 import SCALE, coded_keys, widened, widened_entries
 from grouped_core.checkpoint_metadata import FILES, Spec, described
 from grouped_core.checkpoint_plan import Move, Plan, Shard, fixed_or, interleave_option, plan
 from grouped_core.formats import FORMATS, Format, QTensor
 from grouped_core.layout_steps import Arrays, run_steps
-from grouped_core.layouts import LAYOUTS, Layout, layout_option, stacked
+from grouped_core.layouts import LAYOUTS, Layout, layout_option, stacked, units_of
 from grouped_core.lora_layout import is_factor
 from grouped_core.safetensors_file import Facts, numpy_dtype
 
@@ -81,7 +82,8 @@ def converted(
     FP8 weights with scales of their blocks become bfloat16, as they do when they are loaded (`checkpoint_fp8`).
 
     Raises:
-        ValueError: a tensor is ambiguous, incomplete or does not fit. TypeError: an argument has another type.
+        ValueError: a tensor is ambiguous, incomplete or does not fit, or the experts have another layout than `source`.
+        TypeError: an argument has another type.
     """
     here, there = layout_option(source, "source"), layout_option(target, "target")
     flat, quantised = taken_apart(tree)
@@ -89,13 +91,22 @@ def converted(
     coded = coded_keys(facts)
     given = interleave_option(interleave)
     pair = (fixed_or(here, given[0]), fixed_or(there, given[1]))
+    scanned = stacked(facts, here)
     if here != there or pair[0] != pair[1]:
-        for key in stacked(facts, here).values():
+        for key in scanned.values():
             raise ValueError(
                 f"checkpoint: `{key}` of shape {facts[key].shape}, expected the experts of one layer, with three axes; "
                 "convert the layers that a scan stacked one by one, e.g. with jax.tree.map(lambda a: a[layer], tree)."
             )
-    made = plan(widened_entries(facts, coded), here, there, lambda _: pair)
+    entries = widened_entries(facts, coded)
+    made = plan(entries, here, there, lambda _: pair)
+    if not made.units.units and not scanned:
+        others = [each.name for each in LAYOUTS.values() if units_of(entries, each, strip=False).units]
+        if others:
+            raise ValueError(
+                f"`source` of convert: {source!r}, expected {' or '.join(map(repr, others))}, the layout of the experts "
+                f"among {some_names(facts)}; pass the layout that the tree has."
+            )
 
     def read(key: str) -> Any:
         return widened(flat[key], flat[f"{key}{SCALE}"], arrays) if key in coded else flat[key]

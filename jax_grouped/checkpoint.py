@@ -148,7 +148,8 @@ def convert(tree: Any, source: str, target: str, *, interleave: Interleave = Non
         scales of gpt-oss become a `QTensor` with the same bits.
 
     Raises:
-        ValueError: an array is ambiguous, incomplete or does not fit. TypeError: an argument has another type.
+        ValueError: an array is ambiguous, incomplete or does not fit, or the experts have another layout than `source`.
+        TypeError: an argument has another type.
     """
     whole: Tree = checked(tree)
     made = checkpoint_tensors.converted(whole.flat, source, target, interleave, facts_of, JAX)

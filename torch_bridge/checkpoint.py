@@ -169,7 +169,8 @@ def convert(
         A flat dict; tensors may be views. MXFP4 blocks and scales of gpt-oss become a `QTensor` with the same bits.
 
     Raises:
-        ValueError: a tensor is ambiguous, incomplete or does not fit. TypeError: an argument has another type.
+        ValueError: a tensor is ambiguous, incomplete or does not fit, or the experts have another layout than `source`.
+        TypeError: an argument has another type.
     """
     flat, _ = _flattened(tree)
     _check_kinds(flat)

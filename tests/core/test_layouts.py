@@ -73,6 +73,37 @@ def test_a_single_block_is_that_of_sides_that_leave_it_open() -> None:
     )
 
 
+@pytest.mark.rule("CKP-3", "MLM #5844", "ERR-1")
+@pytest.mark.parametrize("target", WRITTEN)
+@pytest.mark.parametrize(
+    ("source", "named"), [("gpt_oss", "torch_bridge"), ("torch_bridge", "flax"), ("jax_grouped", "megatron_indexed")]
+)
+def test_experts_of_another_layout_are_refused(source: str, named: str, target: str) -> None:
+    given = written(named, expert_parts(), path="a") | {"b": np.ones(2)}
+    words = [
+        "`source` of convert",
+        f"'{source}'",
+        "expected",
+        f"'{named}'",
+        f"`{next(iter(given))}`",
+        "pass the layout",
+    ]
+    with refused(ValueError, words):
+        convert(given, source, target)
+
+
+@pytest.mark.parametrize("source", WRITTEN)
+def test_a_tree_without_experts_is_returned_as_it_came(source: str) -> None:
+    """A part of a checkpoint, say: layers that are dense, or embeddings."""
+    dense = {
+        "mlp.linear_fc1.weight": np.ones((4, 2)),
+        "mlp.linear_fc2.weight": np.ones((2, 4)),
+        "embedding": np.ones(3),
+    }
+    same(convert(dense, source, "flax"), dense)
+    assert convert({}, source, "flax") == {}
+
+
 def test_experts_alone_and_moments_beside_them_are_found() -> None:
     parts = expert_parts()
     whole = {"linear_fc1.weight": parts["gate"], "linear_fc2.weight": parts["down"]}  # no gate: relu

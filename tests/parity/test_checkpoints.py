@@ -61,6 +61,15 @@ def test_a_file_of_one_framework_gives_the_same_bits_in_the_other(
     assert float(jnp.abs(y.astype("float32")).sum()) > 0
 
 
+@pytest.mark.rule("CKP-3", "MLM #5844", "ERR-1")
+def test_convert_refuses_experts_of_another_layout() -> None:
+    words = ["`source` of convert", "'gpt_oss'", "pass the layout"]
+    with refused(ValueError, [*words, "'torch_bridge'", "`experts.linear_fc1.weight"]):
+        checkpoint.convert(nn.MoE(H, F, E, 2), "gpt_oss", "torch_bridge")
+    with refused(ValueError, [*words, "'jax_grouped'", "`wi`"]):
+        jax_checkpoint.convert(MoE(H, F, E, 2, rngs=nnx.Rngs(0)), "gpt_oss", "jax_grouped")
+
+
 @pytest.mark.rule("CKP-1", "ERR-1")
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
 def test_the_tensor_that_differs_is_named(tmp_path: Path, name: str) -> None:
