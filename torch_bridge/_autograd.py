@@ -270,9 +270,10 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows are freed once they are no longer read
     weights: list[list[Tensor | None] | None] = [None] * len(routes)
+    earlier: list[Any] = []  # the destinations in `main_grad` that were written
 
     def deliver(product: int, gradient: WeightGradient) -> None:
-        weights[product] = routes[product].deliver(gradient)
+        weights[product] = routes[product].deliver(gradient, earlier)
 
     dx, of_scale, of_biases = operation.backward(saved, kept, dy, buffer, deliver)
     if buffer is not None and dx is not None:

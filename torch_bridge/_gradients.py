@@ -182,8 +182,13 @@ class Route:
         flags = to_main_grad and overwrite is None
         return Route(self.name, self.parts, self.packed, self.live, owners, accumulators, delayed, flags, overwrite)
 
-    def deliver(self, gradient: WeightGradient | None) -> list[Tensor | None]:
-        """The gradient for each tensor of the weight, None where it goes elsewhere; it is computed now, or queued."""
+    def deliver(
+        self, gradient: WeightGradient | None, earlier: list[main_grad.Destinations] | None = None
+    ) -> list[Tensor | None]:
+        """The gradient for each tensor of the weight, None where it goes elsewhere; it is computed now, or queued.
+
+        `earlier`: as in `main_grad.write`.
+        """
         if gradient is None or not self.live:
             return [None] * self.parts
         if not self.owners:
@@ -205,6 +210,7 @@ class Route:
             delayed=self.delayed,
             operands=gradient.read() if self.delayed is None else gradient.tensors(),
             dtype=TORCH_DTYPES[gradient.op.gradient_dtype(gradient.weight)],
+            earlier=earlier,
         )
 
 

@@ -6,6 +6,7 @@ import weakref
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -30,8 +31,16 @@ empty_on_cpu: Callable[..., Tensor] = _dynamo.guards._empty_strided_cpu  # (shap
 empty_on_cuda: Callable[..., Tensor] = _dynamo.guards._empty_strided_cuda  # on the current device
 
 
-def are_apart(written: Sequence[Tensor], weights: Sequence[Tensor], rows: Sequence[object]) -> bool:
-    """Whether none of the plain tensors `written` overlaps another one, the weights, or those of `rows` that are plain.
+@dataclass(slots=True, eq=False)
+class Places:
+    """Where tensors of one length lie; one object for the same addresses, so that facts about it are cached by it."""
+
+    starts: list[int]  # in order
+    length: int
+
+
+def places_apart(written: Sequence[Tensor], weights: Sequence[Tensor], rows: Sequence[object]) -> Places | None:
+    """Where the plain tensors `written` lie; None if one overlaps another one, the weights, or a plain one of `rows`.
 
     All tensors of `written` have one shape, and so have those of `weights`. The result is cached by the addresses of
     both, which usually do not change.
@@ -40,25 +49,33 @@ def are_apart(written: Sequence[Tensor], weights: Sequence[Tensor], rows: Sequen
     try:
         addresses = EXCHANGE.addresses((*written, *weights))
     except ValueError:  # FSDP has freed a weight
-        return False
+        return None
     places = _places(addresses, len(written), *lengths)
     if places is None:
-        return False
+        return None
+    starts = places.starts
     for each in rows:
         if type(each) is Tensor:
             start = each.data_ptr()
-            at = bisect_left(places, start + each.nbytes)
-            if at and places[at - 1] + lengths[0] > start:
-                return False
-    return True
+            at = bisect_left(starts, start + each.nbytes)
+            if at and starts[at - 1] + lengths[0] > start:
+                return None
+    return places
 
 
 @lru_cache(maxsize=1024)
-def _places(addresses: bytes, written: int, length: int, other: int) -> list[int] | None:
-    """The first `written` addresses in order; None if two of the memory ranges overlap."""
+def _places(addresses: bytes, written: int, length: int, other: int) -> Places | None:
+    """The places of the first `written` addresses; None if two of the memory ranges overlap."""
     found = memoryview(addresses).cast("q").tolist()
     lengths = [length] * written + [other] * (len(found) - written)
-    return sorted(found[:written]) if memory.are_apart([*zip(found, lengths, strict=True)]) else None
+    is_apart = memory.are_apart([*zip(found, lengths, strict=True)])
+    return Places(sorted(found[:written]), length) if is_apart else None
+
+
+@lru_cache(maxsize=1024)
+def are_apart(some: Places, others: Places) -> bool:
+    """Whether no tensor at `some` overlaps one at `others`."""
+    return memory.are_apart([(start, each.length) for each in (some, others) for start in each.starts])
 
 
 ALIGNMENT = 16

@@ -26,11 +26,14 @@ from torch import Tensor
 from grouped_core.formats import WIDE
 from torch_bridge._args import check_apart
 from torch_bridge._checks import address, distributed_like, is_distributed, local
-from torch_bridge._memory import are_apart
+from torch_bridge._memory import Places, are_apart, places_apart
 from torch_bridge._tensors import dtype_name, note_written
 
 Write = Callable[[list[Tensor], list[int], bool], None]
 """(destinations, their groups, whether to add) -> None; launches the weight gradients of these groups."""
+
+Destinations = tuple[Sequence[str], Sequence[int], Sequence[Tensor], Places | None]
+"""(names of the tensors of one weight, those that were written, their `main_grad`, its places if these are known)."""
 
 
 def destination(weight: Any, name: str) -> Tensor:
@@ -79,6 +82,7 @@ def write(
     live: Sequence[int],
     launch: Write,
     operands: Sequence[Any] = (),
+    earlier: list[Destinations] | None = None,
 ) -> None:
     """Writes the gradients of the weights at `live`, with one launch per dtype and mode (add or overwrite).
 
@@ -86,6 +90,7 @@ def write(
         given: destinations instead of `main_grad`. overwrite: values instead of the attribute, for graphs that read it
             while they were traced.
         operands: what `launch` reads, of which plain tensors are looked at.
+        earlier: what the same backward has written to for other weights; the destinations found here are added to it.
 
     Raises:
         ValueError: `main_grad` overlaps that of another weight, a weight, or the operands.
@@ -102,7 +107,9 @@ def write(
         groups.append(at)
         found.append(to)
     if given is None:
-        _check_apart(names, live, found, weights, operands)
+        places = _check_apart(names, live, found, weights, operands, earlier or ())
+        if earlier is not None:
+            earlier.append((names, live, found, places))
     for (_, accumulate), (tensors, groups) in batches.items():
         launch(tensors, groups, accumulate)
         note_written(tensors)
@@ -117,16 +124,29 @@ def _check_apart(
     found: Sequence[Tensor],
     weights: Sequence[Tensor],
     operands: Sequence[Any],
-) -> None:
-    """Refuses destinations that overlap each other, their weights, or the rows that one launch reads meanwhile."""
+    earlier: Sequence[Destinations],
+) -> Places | None:
+    """Refuses destinations that overlap each other, their weights, `earlier` ones, or the rows that one launch reads.
+
+    Returns their places if the quick test finds them; each pair of these is compared once.
+    """
     own = weights if len(live) == len(weights) else [weights[at] for at in live]
     uniform = _PLAIN.issuperset(map(type, own)) and type(found[0]) is Tensor and len({to.dtype for to in found}) == 1
-    if uniform and not found[0].is_meta and are_apart(found, own, operands):
-        return
+    places = places_apart(found, own, operands) if uniform and not found[0].is_meta else None
+    if places is not None:
+        for _, _, _, others in earlier:
+            if others is None or not are_apart(places, others):
+                break
+        else:
+            return places
     given = sorted(zip(found, live, strict=True), key=lambda each: address(each[0]))
     written = [(f"main_grad of {names[at]}", to) for to, at in given]
     read = [(names[at], weights[at]) for at in live if type(weights[at]) in _PLAIN]
-    check_apart(written, [*read, *[("x or dy", each) for each in operands if type(each) is Tensor]])
+    read += [("x or dy", each) for each in operands if type(each) is Tensor]
+    for others, numbers, theirs, _ in earlier:
+        read += [(f"main_grad of {others[at]}", to) for at, to in zip(numbers, theirs, strict=True)]
+    check_apart(written, read)
+    return places
 
 
 def overwrites(weight: Tensor) -> bool:
@@ -154,11 +174,12 @@ def deliver(
     delayed: Delayed | None,
     operands: Sequence[Any],
     dtype: torch.dtype,
+    earlier: list[Destinations] | None = None,
 ) -> list[Tensor | None]:
     """What backward returns for each weight; those at `live` are written now, or later if there is a `delayed`.
 
     Args:
-        weights, given, overwrite: as in `write`.
+        weights, given, overwrite, earlier: as in `write`.
         flags: whether the gradients go to `main_grad` of Parameters that may have flags to set.
         operands: what `launch` reads, kept until the entry of `delayed` has run; without one, the rows.
         dtype: of gradients that an entry adds to `.grad`.
@@ -170,7 +191,7 @@ def deliver(
         mark = (_versions(tensors), *_finished(tensors[0].device))
         delayed.put(Entry(names, weights, live, replaced, flags, dtype, launch, tensors, *mark))
         return results
-    write(names, weights, given, overwrite, live, launch, operands)
+    write(names, weights, given, overwrite, live, launch, operands, earlier)
     if flags:
         for at in live:
             results[at] = returned(weights[at])

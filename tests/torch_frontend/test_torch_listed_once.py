@@ -111,6 +111,38 @@ def test_main_grads_of_one_region_are_refused_in_backward(recipe: Recipe | None)
 
 
 @pytest.mark.rule("BUF-2")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name if recipe else "plain")
+def test_main_grads_of_both_weights_of_an_mlp_must_be_apart(recipe: Recipe | None, packed: bool) -> None:
+    options: Any = {"dtype": torch.bfloat16, "bias": False, "recipe": recipe, "accumulate_into_main_grad": True}
+    layer: Any = nn.GroupedMLP(2, K, K, activation="gelu_tanh", single_grouped_weight=packed, **options)
+    wi, wo = layer.linear_fc1.weight_parameters(), layer.linear_fc2.weight_parameters()
+    sizes, size = torch.tensor([5, 7], dtype=torch.int32), wi[0].numel()
+    names = ("wi", "wo") if packed else ("wi[0]", "wo[1]")
+    region = torch.zeros(4 * K * K)
+
+    def backward(shift: int, dtype: torch.dtype = torch.float32) -> None:
+        parts = region[shift : shift + len(wi) * size].view(dtype)[: len(wi) * size].split(size)
+        for weight, to in zip((*wo, *wi), (*region[: len(wo) * size].split(size), *parts), strict=True):
+            weight.main_grad = to
+        layer(_rows(), sizes).sum().backward()
+
+    parts = [f"`main_grad of {names[0]}`", f"overlaps `main_grad of {names[1]}`", "of its own", "allocate"]
+    for _ in range(2):  # the second time with known addresses
+        backward(2 * K * K)  # neighbours are fine
+        region[2 * K * K :] = 7
+        for shift, dtype in ((2 * K * K - 8, torch.float32), (2 * K * K - 8, torch.bfloat16)):
+            with asserts.refused(ValueError, parts):
+                backward(shift, dtype)
+            asserts.filled(region[2 * K * K :], 7, "what nothing was added to")
+    for weight in wi:
+        weight.main_grad = torch.zeros(size)
+    y = layer(_rows(), sizes).sum()
+    y.backward(retain_graph=True)
+    y.backward()  # writes the same destinations again
+
+
+@pytest.mark.rule("BUF-2")
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_main_grad_in_the_memory_of_an_operand_is_refused_in_backward(packed: bool, delay: bool) -> None:
