@@ -186,6 +186,7 @@ def _check_linear(
         check_members(("linear", "bias"), NAMES.bias, bias, first)
     if row_scale is not None:
         check_operand(NAMES.row_scale, row_scale, first)
+        check_memory(NAMES.row_scale, row_scale)
     op = Linear(
         NAMES, transposed=transposed, recipe=recipe, scale_bias=scale_bias, rows_hint=rows_hint, implementation=names
     )
@@ -266,6 +267,7 @@ def _check_mlp(
     sizes, _ = prepare_sizes(sizes, first, Names(op.names.x, op.names.wi))
     if probs is not None:
         check_operand(op.names.probs, probs, first)
+        check_memory(op.names.probs, probs)
     of_wi, of_wo, *of_biases = weight_specs(op, wi, wo, biases, first)
     specs = MlpSpecs(packed_spec(rows, rows=True), of_wi, of_wo, packed_spec(probs, rows=True), *of_biases)
     mlp_spec.check(op, *specs[:3], fixed_spec(sizes), *specs[3:])

@@ -56,7 +56,7 @@ def check_layout(name: str, value: Tensor) -> None:
     raise ValueError(f"`{name}`: {came}, expected a plain dense tensor; convert it, e.g. with `.to_dense()`.")
 
 
-def check_memory(name: str, value: Tensor) -> None:
+def check_memory(name: str, value: Any) -> None:
     """Refuses a plain tensor whose elements have no memory. Raises ValueError."""
     if type(value) not in (Tensor, torch.nn.Parameter) or value.nbytes == 0:
         return

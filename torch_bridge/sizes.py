@@ -15,7 +15,7 @@ from grouped_core.debug import describe_status, size_word
 from grouped_core.linear_spec import Names, check_sizes
 from grouped_core.ranks import check_rank
 from grouped_core.sizes import GroupSizes, unwrap
-from torch_bridge._checks import check_layout, device_integers
+from torch_bridge._checks import check_layout, check_memory, device_integers
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import raw_stream
 from torch_bridge._tensors import spec_of
@@ -29,11 +29,12 @@ def device_sizes(values: Sequence[int] | Tensor, device: torch.device | str) -> 
     While a CUDA graph is captured this works and warns: the graph keeps these values permanently.
 
     Raises:
-        TypeError: not integers. ValueError: more than one axis, or a tensor that is not on the CPU.
+        TypeError: not integers. ValueError: more than one axis, or a tensor that is not on the CPU or without memory.
     """
     device = torch.device(device)
     if isinstance(values, Tensor):
         check_layout(_NAMES.sizes, values)
+        check_memory(_NAMES.sizes, values)
         check_sizes(_NAMES, spec_of(values))
         if values.device.type != "cpu":
             raise ValueError(
@@ -61,7 +62,8 @@ def prepare_sizes(group_sizes: Any, x: Tensor, names: Names) -> tuple[Tensor, in
     """(int32 [G] on the device of `x`, hint of rows per group or 0) from the user's argument.
 
     Raises:
-        TypeError: not integers. ValueError: another device than x's, not contiguous, more than one axis.
+        TypeError: not integers. ValueError: another device than x's, not contiguous, without memory, more than one
+            axis.
     """
     sizes, hint = unwrap(group_sizes)
     if not isinstance(sizes, Tensor) or (sizes.device.type == "cpu" and x.device.type == "cuda"):
@@ -71,6 +73,7 @@ def prepare_sizes(group_sizes: Any, x: Tensor, names: Names) -> tuple[Tensor, in
             f"`{names.sizes}`: on {sizes.device}, expected {x.device} = device of `x`; move it with `.to`."
         )
     check_layout(names.sizes, sizes)
+    check_memory(names.sizes, sizes)
     if not sizes.is_contiguous():
         raise ValueError(
             f"`{names.sizes}`: strides {tuple(sizes.stride())}, expected a contiguous tensor; call `.contiguous()`."

@@ -35,6 +35,7 @@ from torch_bridge import (
     nn,
     quantize,
     route,
+    routed_mlp,
     scaling_state,
     sizes,
 )
@@ -678,6 +679,42 @@ def test_tensors_without_memory_are_refused_also_after_a_call_that_ran(listed: b
         grouped_linear(t.x, list(zeros.unbind()) if listed else zeros, t.sizes)
     with asserts.refused(ValueError, ["`x`", "zero tensor", "zeros_like"]):
         grouped_linear(_zero_tensor(t.x.shape, t.x.dtype), t.w, t.sizes)
+
+
+@pytest.mark.parametrize("freed", ["row_scale", "probs", "group_sizes", "experts", "weights", "permute"])
+def test_rows_and_sizes_without_memory_are_named(freed: str) -> None:
+    t = small()
+    tokens, groups = t.x.shape[0], t.w.shape[0]
+    wi, wo = torch.zeros(groups, 8, t.x.shape[1]), torch.zeros(groups, t.x.shape[1], 8)
+    scale, sizes = torch.ones(tokens), t.sizes.clone()
+    experts, weights = torch.zeros(tokens, 2, dtype=torch.int32), torch.ones(tokens, 2)
+
+    def run() -> object:
+        if freed == "permute":
+            return route.permute(t.x, experts, groups, probs=weights)
+        if freed == "probs":
+            return grouped_mlp(t.x.float(), wi, wo, sizes, activation="gelu_tanh", probs=scale)
+        if freed in ("experts", "weights"):
+            return routed_mlp(t.x.float(), experts, weights, wi, wo, activation="gelu_tanh")
+        return grouped_linear(t.x, t.w, sizes, row_scale=scale)
+
+    run()
+    gone = {"group_sizes": sizes, "experts": experts, "weights": weights, "permute": weights}.get(freed, scale)
+    gone.untyped_storage().resize_(0)
+    name = "probs" if freed == "permute" else freed
+    for _ in range(2):
+        with asserts.refused(ValueError, [f"`{name}`", "storage is empty", "expected elements", "restore"]):
+            run()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_sizes_without_memory_are_not_read(dtype: torch.dtype) -> None:
+    t = small()
+    sizes = t.sizes.to(dtype).clone()
+    sizes.untyped_storage().resize_(0)
+    for run in (lambda: grouped_linear(t.x, t.w, sizes), lambda: device_sizes(sizes, "cpu")):
+        with asserts.refused(ValueError, ["`group_sizes`", "storage is empty", "restore"]):
+            run()
 
 
 def test_tensors_of_other_types_run() -> None:
