@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import routing_spec
+from grouped_core import plans, routing_calls, routing_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.linear_spec import check_made_by
 from grouped_core.routing_spec import Router, router_option
@@ -211,7 +211,7 @@ def permute(
     """(rows, group_sizes, permutation): each token once per expert, sorted by expert, then token, then place.
 
     Differentiable in x and in the probabilities, once; the gradient of a token is the sum of those of its rows in the
-    order of its places, in fp32, rounded once.
+    order of its places, in fp32, rounded once. Rows in 8 bits have no gradient.
 
     Args:
         x: [T, H]. experts: integers [T, k]; others than 0 to G - 1 have no row. num_groups: G.
@@ -240,12 +240,16 @@ def _permute(
     if not isinstance(max_rows, torch.SymInt):
         (max_rows,) = routing_spec.integers("permute", max_rows=max_rows)
     static = PermuteFacts(num_groups, align, max_rows)
+    needs_x = torch.is_grad_enabled() and getattr(x, "requires_grad", False)  # what is no tensor the checks refuse
 
     def check(x: Any, experts: Any, probs: Any) -> None:
         routing_spec.check_permute(x, experts, num_groups, probs)
-        routing_spec.row_count(experts.shape[0] * experts.shape[1], *static)
+        rows = routing_spec.row_count(experts.shape[0] * experts.shape[1], *static)
+        if needs_x:  # planning the gradient, for any architecture, refuses dtypes in which rows cannot be added
+            of_rows, inverse = ArraySpec((rows, x.shape[1]), x.dtype), ArraySpec(experts.shape, "int32")
+            plans.attempt(routing_calls.combine_rows(of_rows, inverse, x.dtype), "cpu")
 
-    _checked("permute", {"x": x, "experts": experts, "probs": probs}, static, check)
+    _checked("permute", {"x": x, "experts": experts, "probs": probs}, (static, needs_x), check)
     rows, sizes, source, inverse, dropped, *rest = _routing.permute(static, PermuteOperands(x, _int32(experts), probs))
     return rows, sizes, source, inverse, dropped.reshape(()), *rest
 

@@ -216,6 +216,19 @@ def test_probabilities_that_travel_have_gradients() -> None:
     asserts.bitwise(p.grad, torch.where(inverse >= 0, d[inverse.clamp(min=0)], 0), "gradient of probabilities")
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_gradient_of_rows_in_8_bits_is_refused_at_the_call(dtype: torch.dtype) -> None:
+    x, experts = torch.ones(4, 8).to(dtype), torch.zeros(4, 2, dtype=torch.int32)
+    rows, *_ = route.permute(x, experts, 3)
+    asserts.bitwise(rows.view(torch.uint8), x.view(torch.uint8).repeat_interleave(2, 0), "rows without a gradient")
+    needy = x.clone().requires_grad_()
+    for _ in range(2):
+        with asserts.refused(ValueError, ["`rows`", "float8", "expected float32, bfloat16, float16", "combine_rows"]):
+            route.permute(needy, experts, 3)
+    with torch.no_grad():
+        asserts.bitwise(route.permute(needy, experts, 3)[0].view(torch.uint8), rows.view(torch.uint8), "no_grad")
+
+
 @pytest.mark.rule("LYR-6")
 def test_sums_do_not_read_padding() -> None:
     experts = torch.from_numpy(experts_of(T, K, E))
