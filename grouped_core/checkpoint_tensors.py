@@ -104,7 +104,7 @@ def converted(
         others = [each.name for each in LAYOUTS.values() if units_of(entries, each, strip=False).units]
         if others:
             raise ValueError(
-                f"`source` of convert: {source!r}, expected {' or '.join(map(repr, others))}, the layout of the experts "
+                f"`source` of convert: {source!r}, expected {' or '.join(map(repr, others))}, the layout of experts "
                 f"among {some_names(facts)}; pass the layout that the tree has."
             )
 

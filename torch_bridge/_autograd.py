@@ -287,10 +287,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(found)
 
 
-_REASON = (
-    "the backward of a call outside of a graph launches kernels from Python; compiled autograd runs it beside its graph"
-)
-_beside_graph: Any = torch.compiler.disable(_backward, reason=_REASON)
+_beside_graph: Any = torch.compiler.disable(_backward, reason="compiled autograd runs it beside its graph")
 
 
 def _of_members(gradient: Tensor | None, count: int, packed: bool, live: Sequence[int]) -> list[Tensor | None]:
