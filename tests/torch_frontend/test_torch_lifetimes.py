@@ -232,11 +232,11 @@ def test_codes_take_little_more_memory_than_bf16(name: str, monkeypatch: pytest.
 def test_small_temporaries_share_one_tensor(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes of x that only forward reads lie beside the scales, unless they are too large; poison leaves them alone."""
     width, hidden = 128, 64
-    leaves = [_normal(rows, width), _normal(G, 2 * hidden, width), _normal(G, width, hidden)]
+    x, wi, wo = leaves = _normal(rows, width), _normal(G, 2 * hidden, width), _normal(G, width, hidden)
     monkeypatch.setattr(_record, "SMALL_TEMPORARY", SMALL)
 
     def step() -> list[Tensor]:
-        y = grouped_mlp(*leaves, [rows, 0, 0], recipe=recipes.FP8Block)
+        y = grouped_mlp(x, wi, wo, [rows, 0, 0], recipe=recipes.FP8Block)
         return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
     with _launches() as launches:
