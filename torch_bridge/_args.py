@@ -30,7 +30,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._cache import Cache
-from torch_bridge._checks import MLP_NAMES, NAMES, address, check_memory, check_operand, refuse_transforms
+from torch_bridge._checks import MLP_NAMES, NAMES, address, check_operand, check_readable, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import FactsCache
 from torch_bridge._scaling import Scaling
@@ -185,8 +185,7 @@ def _check_linear(
     if bias is not None:
         check_members(("linear", "bias"), NAMES.bias, bias, first)
     if row_scale is not None:
-        check_operand(NAMES.row_scale, row_scale, first)
-        check_memory(NAMES.row_scale, row_scale)
+        check_readable(NAMES.row_scale, row_scale, first)
     op = Linear(
         NAMES, transposed=transposed, recipe=recipe, scale_bias=scale_bias, rows_hint=rows_hint, implementation=names
     )
@@ -266,8 +265,7 @@ def _check_mlp(
     check_rows(op.names.x, rows, first)
     sizes, _ = prepare_sizes(sizes, first, Names(op.names.x, op.names.wi))
     if probs is not None:
-        check_operand(op.names.probs, probs, first)
-        check_memory(op.names.probs, probs)
+        check_readable(op.names.probs, probs, first)
     of_wi, of_wo, *of_biases = weight_specs(op, wi, wo, biases, first)
     specs = MlpSpecs(packed_spec(rows, rows=True), of_wi, of_wo, packed_spec(probs, rows=True), *of_biases)
     mlp_spec.check(op, *specs[:3], fixed_spec(sizes), *specs[3:])
@@ -459,9 +457,8 @@ def _static(spec: OperandSpec | None) -> Any:
 def check_rows(name: str, rows: Any, first: Tensor) -> None:
     """Checks rows, quantised or not, as operands on the device of `first`. Raises TypeError or ValueError."""
     for part in parts_of(rows) if isinstance(rows, QTensor) else [rows]:
-        check_operand(name, part, first)
+        check_readable(name, part, first)
     if isinstance(rows, Tensor):
-        check_memory(name, rows)
         check_rank("linear", "x", name, rows.shape)
 
 
@@ -486,8 +483,7 @@ def check_members(
             wrong number of axes, another device, not contiguous, or without memory.
     """
     if isinstance(value, Tensor):
-        check_operand(name, value, x)
-        check_memory(name, value)
+        check_readable(name, value, x)
         check_rank(*kind, name, value.shape, transposed=transposed)
         return
     if not isinstance(value, (list, tuple)):
@@ -498,8 +494,7 @@ def check_members(
     if not value:
         raise ValueError(f"`{name}`: an empty list, expected one tensor per group; pass at least one.")
     for index, member in enumerate(value):
-        check_operand(f"{name}[{index}]", member, x)
-        check_memory(f"{name}[{index}]", member)
+        check_readable(f"{name}[{index}]", member, x)
         check_member(*kind, f"{name}[{index}]", member.shape, transposed=transposed)
         if member.shape != value[0].shape:
             raise ValueError(

@@ -21,6 +21,7 @@ from torch_bridge._once import once_differentiable
 from torch_bridge._record import Prepared
 from torch_bridge._scaling import Scaling, with_copied_scales
 from torch_bridge._tensors import Layouts, as_read, note_written, pack, unpack
+from torch_bridge.main_grad import Earlier
 
 Owners = tuple[Owner | None, ...]
 """For each product, the parameters and queue of the module that owns its weight, or None."""
@@ -270,7 +271,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if not is_compiling():
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: rows are freed once they are no longer read
     weights: list[list[Tensor | None] | None] = [None] * len(routes)
-    earlier: list[Any] = []  # the destinations in `main_grad` that were written
+    earlier: Earlier = []
 
     def deliver(product: int, gradient: WeightGradient) -> None:
         weights[product] = routes[product].deliver(gradient, earlier)

@@ -36,6 +36,12 @@ def check_operand(name: str, value: Any, x: Tensor) -> None:
         )
 
 
+def check_readable(name: str, value: Any, x: Tensor) -> None:
+    """`check_operand` of what a kernel reads: its elements have memory, too. Raises TypeError or ValueError."""
+    check_operand(name, value, x)
+    check_memory(name, value)
+
+
 def _check_local(name: str, value: Tensor) -> None:
     if is_distributed(value):
         raise ValueError(

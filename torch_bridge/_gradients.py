@@ -182,7 +182,7 @@ class Route:
         flags = to_main_grad and overwrite is None
         return Route(self.name, self.parts, self.packed, self.live, owners, accumulators, delayed, flags, overwrite)
 
-    def deliver(self, gradient: WeightGradient | None, earlier: Any = None) -> list[Tensor | None]:
+    def deliver(self, gradient: WeightGradient | None, earlier: main_grad.Earlier = None) -> list[Tensor | None]:
         """The gradient for each tensor of the weight, None where it goes elsewhere; it is computed now, or queued.
 
         `earlier`: as in `main_grad.write`.

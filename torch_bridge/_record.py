@@ -346,7 +346,7 @@ SMALL_TEMPORARY = 1 << 16
 """Temporaries of at most so many bytes share one tensor of at most `SHARED_WORKSPACE`, which saves allocations."""
 
 LINE = 256
-"""Each of these temporaries starts at a multiple of so many bytes, as tensors do that PyTorch allocates on a GPU."""
+"""Each of these temporaries starts at a multiple of so many bytes, so that no two share a line of a cache."""
 
 
 def _temporaries(recording: Recording) -> tuple[dict[int, int], int]:

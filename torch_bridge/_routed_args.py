@@ -29,7 +29,7 @@ from torch_bridge._args import (
     packed_spec,
     weight_specs,
 )
-from torch_bridge._checks import ROUTED_NAMES, check_memory, check_operand
+from torch_bridge._checks import ROUTED_NAMES, check_operand, check_readable
 from torch_bridge._tensors import dtype_name, home, rows_spec, settle_rows
 from torch_bridge._weight_forms import WeightForms
 from torch_bridge.sizes import saturate
@@ -90,9 +90,8 @@ def _check(
 def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: Tensor) -> None:
     """Checks tokens [T, K] and their experts and weights [T, k]. Raises TypeError or ValueError."""
     names, x = ROUTED_NAMES, home(tokens)
-    for name, each in ((names.sizes, experts), (names.probs, weights)):
-        check_operand(name, each, x)
-        check_memory(name, each)
+    check_readable(names.sizes, experts, x)
+    check_readable(names.probs, weights, x)
     settle_rows(x, experts, weights)  # values of tokens have T rows in every format whose scales are per row
     check_routed_mlp(packed_spec(tokens, rows=True), rows_spec(experts), rows_spec(weights))
     for each in (experts, weights):

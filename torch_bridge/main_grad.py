@@ -34,6 +34,8 @@ Write = Callable[[list[Tensor], list[int], bool], None]
 
 Destinations = tuple[Sequence[str], Sequence[int], Sequence[Tensor], Places | None]
 """(names of the tensors of one weight, those that were written, their `main_grad`, its places if these are known)."""
+Earlier = list[Destinations] | None
+"""What the same backward has written to for other weights, to which more is added."""
 
 
 def destination(weight: Any, name: str) -> Tensor:
@@ -82,7 +84,7 @@ def write(
     live: Sequence[int],
     launch: Write,
     operands: Sequence[Any] = (),
-    earlier: list[Destinations] | None = None,
+    earlier: Earlier = None,
 ) -> None:
     """Writes the gradients of the weights at `live`, with one launch per dtype and mode (add or overwrite).
 
@@ -174,7 +176,7 @@ def deliver(
     delayed: Delayed | None,
     operands: Sequence[Any],
     dtype: torch.dtype,
-    earlier: list[Destinations] | None = None,
+    earlier: Earlier = None,
 ) -> list[Tensor | None]:
     """What backward returns for each weight; those at `live` are written now, or later if there is a `delayed`.
 

@@ -21,7 +21,7 @@ from grouped_core.routing_spec import Router, router_option
 from grouped_core.routing_spec import alignment_for as alignment_for
 from torch_bridge import _codec, _routing
 from torch_bridge._cache import Cache
-from torch_bridge._checks import check_group, check_memory, check_operand, refuse_transforms, refuse_vmap
+from torch_bridge._checks import check_group, check_readable, refuse_transforms, refuse_vmap
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call
@@ -516,8 +516,7 @@ def _checked(name: str, tensors: dict[str, Any], static: Any, check: Callable[..
     for argument, each in tensors.items():
         if each is None and argument in _OPTIONAL.get(name, ()):
             continue
-        check_operand(argument, each, first)
-        check_memory(argument, each)
+        check_readable(argument, each, first)
     found = check(**{argument: _spec(argument, each) for argument, each in tensors.items()})
     return found if facts is None else _results.keep(key, found)
 

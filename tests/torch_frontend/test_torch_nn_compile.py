@@ -35,9 +35,14 @@ def _fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()  # for the next test, too
 
 
+def _others(s: Any) -> tuple[Any, ...]:
+    """The arguments of the module after x."""
+    return {"GroupedLinear": (s.sizes,), "GroupedMLP": (s.sizes, s.probs)}.get(s.form, (s.sizes, s.probs, s.sizes))
+
+
 def _results(s: Any, *, backend: str | None, whole: bool = True, autocast: bool = False) -> list[Any]:
     """y and all gradients, from the module between other operations, compiled unless `backend` is None."""
-    extra = {"GroupedLinear": (s.sizes,), "GroupedMLP": (s.sizes, s.probs)}.get(s.form, (s.sizes, s.probs, s.sizes))
+    extra = _others(s)
 
     def model(x: torch.Tensor) -> torch.Tensor:
         return torch.relu(s.module(x * 2, *extra))
@@ -147,22 +152,16 @@ def test_compiled_inside_an_offloading_context(form: str) -> None:
         _same(_results(_prepared(form, False), backend="aot_eager"), expected)
 
 
-FORMS_OF_ONE_OPERATION = ("GroupedLinear", "GroupedMLP")
-
-
-@pytest.mark.matrix(
-    form=FORMS_OF_ONE_OPERATION, listed=(False, True), accumulate=(False, True), whole_step=(False, True)
-)
-def test_compiled_autograd(form: str, listed: bool, accumulate: bool, whole_step: bool) -> None:
+@pytest.mark.matrix(mlp=(False, True), listed=(False, True), accumulate=(False, True), whole_step=(False, True))
+def test_compiled_autograd(mlp: bool, listed: bool, accumulate: bool, whole_step: bool) -> None:
     """Of a call that is not compiled, and of a step that is: the launches run beside its graph, with the same bits."""
     found = []
     for compiled in (False, True):
-        s = _prepared(form, listed, accumulate=accumulate)
-        extra = {"GroupedLinear": (s.sizes,), "GroupedMLP": (s.sizes, s.probs)}.get(s.form, (s.sizes, s.probs, s.sizes))
+        s = _prepared(module_of(sequential=False, mlp=mlp), listed, accumulate=accumulate)
         x = leaf(s.x)
 
-        def forward(s: Any = s, x: Any = x, extra: Any = extra) -> torch.Tensor:
-            y = s.module(x, *extra)
+        def forward(s: Any = s, x: Any = x) -> torch.Tensor:
+            y = s.module(x, *_others(s))
             return (y * s.dy.to(y.dtype)).sum()
 
         with torch._dynamo.config.patch(compiled_autograd=compiled):
