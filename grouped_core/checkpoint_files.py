@@ -122,7 +122,8 @@ class Model(NamedTuple):
 
     Attributes:
         layout: its layout. entries: the facts of its tensors. activations: by place, the activation of each MLP whose
-            module records one. optional: keys that a checkpoint may lack. formats: of quantised weights, by their key.
+            module records one. optional: keys that a checkpoint may lack, those of one place only together. formats: of
+            quantised weights, by their key.
     """
 
     layout: Layout
@@ -182,7 +183,8 @@ def loading(
         _same_formats(notes, model, made, reader.where)
         if interleave is None and unknown:
             _check_known(notes, blocks, unknown[0], reader.where)
-    missing = [key for key in made.missing if key not in model.optional]
+    held = {_place_of(key) for key in model.optional.difference(made.missing)}
+    missing = [key for key in made.missing if key not in model.optional or _place_of(key) in held]
     factors = {key for key in model.entries if is_factor(key)}
     if factors != model.entries.keys() and factors <= set(missing):  # a base without adapters
         if factors and (others := [key for key in made.unused if is_factor(key)]):
@@ -198,6 +200,11 @@ def loading(
             "pass `prefix=` if the model is a part of the checkpoint, or the layout that its names have."
         )
     return made
+
+
+def _place_of(key: str) -> str:
+    """The module or tree whose tensor the key names."""
+    return key.rpartition(".")[0]
 
 
 def _check_known(notes: Recorded, blocks: Mapping[str, int | None], unknown: str, where: str) -> None:

@@ -229,7 +229,13 @@ def permute(
             RuntimeError: differentiated twice.
     """
     rows, sizes, source, inverse, dropped, *of_rows = _run("permute", x, experts, probs, num_groups, align, max_rows)
-    return rows, sizes, Permutation(source, inverse, of_rows[0] if len(of_rows) > 0 else None, dropped)
+    permutation = Permutation(source, inverse, of_rows[0] if len(of_rows) > 0 else None, dropped)
+    return _in_dtype_of(x, rows), sizes, permutation
+
+
+def _in_dtype_of(rows: Tensor, moved: Tensor) -> Tensor:
+    """`moved` rows in the dtype of those that were given: operators return E8M0 as uint8."""
+    return moved if moved.dtype == rows.dtype else moved.view(rows.dtype)
 
 
 def _permute(
@@ -295,7 +301,7 @@ def pad_groups(rows: Tensor, sizes: Tensor, align: int) -> tuple[Tensor, Tensor,
             RuntimeError: differentiated twice.
     """
     padded, padded_sizes, source, inverse = _run("pad_groups", rows, sizes, align)
-    return padded, padded_sizes, Padding(source, inverse)
+    return _in_dtype_of(rows, padded), padded_sizes, Padding(source, inverse)
 
 
 def _pad_groups(rows: Tensor, sizes: Tensor, align: int) -> tuple[Tensor, ...]:
@@ -321,7 +327,7 @@ def unpad_groups(rows: Tensor, map: Padding) -> Tensor:
         differentiated twice.
     """
     check_made_by("unpad_groups", "map", map, Padding, "pad_groups")
-    return _run("unpad_groups", rows, map.source, map.inverse)[0]
+    return _in_dtype_of(rows, _run("unpad_groups", rows, map.source, map.inverse)[0])
 
 
 def _unpad_groups(rows: Tensor, source: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:

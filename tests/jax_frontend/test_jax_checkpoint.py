@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from grouped_core.safetensors_file import File
 from jax_grouped import Activation, FP8Delayed, QTensor, checkpoint, dequantize, interleave, linen, quantize
-from jax_grouped.nnx import GroupedMLP, MoE
+from jax_grouped.nnx import GroupedLinear, GroupedMLP, MoE
 from tests.asserts import bitwise, refused
 from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, written
 
@@ -63,6 +63,18 @@ def test_modules_in_files_and_folders(tmp_path: Path, name: str) -> None:
     checkpoint.load(tmp_path / name, model)  # the state of delayed scaling keeps its values
     bitwise(model.wi[...], plain.wi[...], "wi")
     bitwise(params(model)["scaling"].scale, params(given)["scaling"].scale, "scale")
+
+
+@pytest.mark.rule("CKP-3", "ERR-1")
+def test_a_state_of_delayed_scaling_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
+    model = GroupedLinear(E, H, F, recipe=FP8Delayed, rngs=nnx.Rngs(0))
+    tree = params(model)
+    whole = {name: getattr(tree["scaling"], name) for name in ("scale", "history", "top")}
+    for lost in whole:
+        held = {name: value for name, value in whole.items() if name != lost}
+        checkpoint.save(tmp_path / "c", {"a": {**tree, "scaling": held}})
+        with refused(KeyError, [f"nothing for `a.scaling.{lost}`", "expected a tensor for each"]):
+            checkpoint.load(tmp_path / "c", {"a": model})
 
 
 @pytest.mark.rule("CKP-8")

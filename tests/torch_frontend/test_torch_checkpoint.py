@@ -513,6 +513,18 @@ def test_groups_and_scalars_of_optimisers() -> None:
     assert [(each["params"], each["lr"]) for each in split] == [([0, 1], 1e-2), ([2], 3.0)]
 
 
+@pytest.mark.rule("CKP-3", "ERR-1")
+def test_a_state_of_delayed_scaling_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
+    layer = nn.GroupedLinear(E, H, F, recipe=FP8Delayed)
+    state = layer.state_dict()
+    for lost in ("scaling_scale", "scaling_history", "scaling_top"):
+        checkpoint.save(tmp_path / "c", {"a": {key: value for key, value in state.items() if key != lost}})
+        with refused(KeyError, [f"nothing for `a.{lost}`", "expected a tensor for each"]):
+            checkpoint.load(tmp_path / "c", {"a": layer})
+    checkpoint.save(tmp_path / "c", {"a": {key: value for key, value in state.items() if "scaling" not in key}})
+    checkpoint.load(tmp_path / "c", {"a": layer})
+
+
 # ---- ranks
 
 

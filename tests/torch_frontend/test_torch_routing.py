@@ -229,6 +229,16 @@ def test_a_gradient_of_rows_in_8_bits_is_refused_at_the_call(dtype: torch.dtype)
         asserts.bitwise(route.permute(needy, experts, 3)[0].view(torch.uint8), rows.view(torch.uint8), "no_grad")
 
 
+@pytest.mark.rule("LYR-5", "LYR-7")
+def test_moved_rows_keep_the_dtype_of_scales() -> None:
+    codes = torch.arange(T * H).to(torch.uint8).reshape(T, H)
+    rows, sizes, _ = route.permute(codes.view(torch.float8_e8m0fnu), torch.zeros(T, 1, dtype=torch.int32), 2)
+    padded, _, places = route.pad_groups(rows, sizes, 8)
+    for name, moved in {"rows": rows, "padded": padded[:T], "unpadded": route.unpad_groups(padded, places)}.items():
+        assert moved.dtype == torch.float8_e8m0fnu, name
+        asserts.bitwise(moved.view(torch.uint8), codes, name)
+
+
 @pytest.mark.rule("LYR-6")
 def test_sums_do_not_read_padding() -> None:
     experts = torch.from_numpy(experts_of(T, K, E))
