@@ -8,7 +8,8 @@
 
 namespace grouped {
 
-// Columns of a tile, of 128 rows but for kSwapped; stages of the operand ring; slots for finished rows a consumer warp.
+// Columns of a tile, of 128 rows but for kSwapped and kPromotingTall; stages of the operand ring; slots for finished
+// rows a consumer warp.
 struct TileChoice {
   int cols, stages, slots;
 };
@@ -37,6 +38,9 @@ inline constexpr TileChoice kCodedBytesWithActivation = {192, 4, 2};
 
 // Where partial sums have registers of their own: a warp's slots hold its 16 rows of a tile of 16-bit results.
 inline constexpr TileChoice kPromoting = {192, 4, 3};
+// The same with 192 rows, for three consumer warpgroups: weight gradients in 16 bits.
+inline constexpr TileChoice kPromotingTall = {128, 4, 2};
+inline constexpr int kPromotingTallRows = 192;
 
 // For ragged rows: `contracted` elements per sum, `out_bytes` of a result element, `cols` of a result row.
 const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes, int64_t cols);

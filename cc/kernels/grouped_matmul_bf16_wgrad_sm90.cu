@@ -54,10 +54,10 @@ struct ContractionProduct {
         push);
   }
 
-  static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
+  static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
     const int32_t row = kRagged - work.rows + k;
-    load_lhs<0>(&p.lhs, {{work.row0, row, kRagged, work.end}}, halves, work.across, rank, to, full);
+    load_lhs<0>(&p.lhs, {{work.row0, row, kRagged, work.end}}, boxes, work.across, rank, to, full);
     if (columns)
       Rhs::load(&p.rhs, {{work.col0, row, kRagged, work.end}}, work.across, rank, to + 2 * kBlockBytes, full);
   }

@@ -58,10 +58,10 @@ struct DactProduct {
     schedule_rows<row_pair_at>(p, Shape::kCols, rank, mail, push, [&](int32_t row) { *p.valid_rows = row; });
   }
 
-  static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
+  static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
     const FromLow part(p.low, work, k);
-    load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
+    load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), boxes, work.across, rank, to, full);
     if (!columns) return;
     const int32_t c0 = kRhsMajor == Major::k ? part.at : work.col0, c1 = kRhsMajor == Major::k ? work.col0 : part.at;
     Rhs::load(part.low ? &p.low.rhs : &p.rhs, {{c0, c1, part.slice.near, part.slice.far}}, work.across, rank,

@@ -19,7 +19,7 @@ namespace {
 
 using namespace sm90;
 
-using Shape = PromotingShape<kPromoting.cols, kPromoting.stages, kPromoting.slots>;
+using Shape = PromotingShape<kTileRows, kPromoting.cols, kPromoting.stages, kPromoting.slots>;
 
 template <class Pair, class Out>
 struct PromotedRows : Fp8Rows<Pair, Out, Shape> {
@@ -49,7 +49,7 @@ struct PromotedRows : Fp8Rows<Pair, Out, Shape> {
       for (int i = 0; i < kTileRows; i += 32) {
         if (row_ + i < valid_rows_) device::copy_async<4>(to + stage_row(row_ + i), rows_ + block * pitch_ + i);
       }
-      if (has_part_) device::copy_async<4>(to + stage_column(row_), columns_ + block);
+      if (has_part_) device::copy_async<4>(to + stage_column(Shape::kRows, row_), columns_ + block);
     }
 
    private:

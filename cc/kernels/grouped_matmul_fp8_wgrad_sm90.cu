@@ -8,14 +8,15 @@
 //   loader: 128 codes of lhs and rhs; scales of the block's rows and columns [P / 128, A], [P / 128, B] word by word
 //            |  ring of blocks; shared tiles multicast to the pair
 //            v
-//   2 consumer warpgroups, 64 rows each: a block's sums by wgmma, += row scale * column scale * sums in fp32
+//   2 or 3 consumer warpgroups, 64 rows each: a block's sums by wgmma, += row scale * column scale * sums in fp32
 //            |  * both scales of the group, + what memory holds, fetched into the slots meanwhile, or added to it in
 //            |  L2 (float32 of long sums); one rounding
 //            v
 //   [G, A, B], or one address a group
 //
-//   ring         slots
-//   4 x 40 KiB   8 x 3 x 2 KiB, a warp's part of a tile of 16-bit results, or half of that of fp32
+//   results   tile        ring         slots
+//   16 bits   192 x 128   4 x 40 KiB   12 x 2 x 2 KiB, a warp's part of a tile
+//   fp32      128 x 192   4 x 40 KiB   8 x 3 x 2 KiB, half of that
 #include "cc/api/calls.h"
 #include "cc/api/kernel.h"
 #include "cc/device/sm90/pipeline_fp8.cuh"
@@ -40,7 +41,10 @@ template <class Pair, class Out, bool kScaled>
 struct Fp8Contraction {
   using Params = Fp8ContractionParams;
   using Element = Pair;
-  using Shape = PromotingShape<kPromoting.cols, kPromoting.stages, kPromoting.slots>;
+  using Shape =
+      std::conditional_t<sizeof(Out) == 2,
+                         PromotingShape<kPromotingTallRows, kPromotingTall.cols, kPromotingTall.stages, kPromotingTall.slots>,
+                         PromotingShape<kTileRows, kPromoting.cols, kPromoting.stages, kPromoting.slots>>;
   using Rhs = RhsTile<Major::k, Shape::kCols>;
   static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
   template <class Multiply>
@@ -50,7 +54,7 @@ struct Fp8Contraction {
 
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t spare, Push push) {
-    schedule_contraction<Out, Shape::kCols>(
+    schedule_contraction<Out, Shape::kCols, Shape::kRows>(
         p, rank, mail, spare,
         [](Work& work, const GroupSpan& span) {
           work.length = elements_of_codes(span.rows);
@@ -60,11 +64,12 @@ struct Fp8Contraction {
         push);
   }
 
-  static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
+  static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
     const int32_t code = work.end + kCodesPerElement * k;
-    load_lhs<1>(&p.lhs, {{code, work.row0, 0, 0}}, halves, work.across, rank, to, full);
-    if (columns) Rhs::load(&p.rhs, {{code, work.col0, 0, 0}}, work.across, rank, to + 2 * kBlockBytes, full);
+    load_lhs<1, Shape::kRowBoxes>(&p.lhs, {{code, work.row0, 0, 0}}, boxes, work.across, rank, to, full);
+    if (!columns) return;
+    Rhs::load(&p.rhs, {{code, work.col0, 0, 0}}, work.across, rank, to + Shape::kRowBoxes * kBlockBytes, full);
   }
 
   // Scales of one tile, copied by a warp: a lane has every 32nd row and column.
@@ -80,13 +85,13 @@ struct Fp8Contraction {
     }
     __device__ void start(int block, uint32_t to) const {
 #pragma unroll
-      for (int i = 0; i < kTileRows; i += 32) {
+      for (int i = 0; i < Shape::kRows; i += 32) {
         if (lane_ + i < valid_rows_) device::copy_async<4>(to + stage_row(lane_ + i), rows_ + block * row_pitch_ + i);
       }
 #pragma unroll
       for (int i = 0; i < Shape::kCols; i += 32) {
         if (lane_ + i < valid_cols_)
-          device::copy_async<4>(to + stage_column(lane_ + i), columns_ + block * col_pitch_ + i);
+          device::copy_async<4>(to + stage_column(Shape::kRows, lane_ + i), columns_ + block * col_pitch_ + i);
       }
     }
 
@@ -145,7 +150,7 @@ void launch_product(const GroupedMatmul& call, Fp8ContractionParams p, void* str
   };
   p.lhs = map(call.lhs, p.rows, 64);
   p.rhs = map(call.rhs, p.cols, Product::Rhs::kBoxRows);
-  launch_contraction<Product>(grouped_product_fp8_sm90<Product>, p, stream);
+  launch_contraction<Product>(grouped_product_fp8_sm90<Product>, p, stream, Product::Shape::kThreads);
 }
 
 std::string refuses(const GroupedMatmul& c, const Target&) {

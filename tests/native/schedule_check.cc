@@ -464,21 +464,21 @@ void segments(std::mt19937_64& rng) {
   std::puts("segments of codes are whole blocks and fit the padded axis");
 }
 
-void stage_scales() {
-  constexpr TileChoice tile = kPromoting;
-  std::vector<int> seen(stage_scale_bytes(tile.cols));
-  for (int row = 0; row < kTileRows; ++row) ++seen[stage_row(row)];
-  for (int col = 0; col < tile.cols; ++col) ++seen[stage_column(col)];
+void stage_scales(const TileChoice& tile, int rows) {
+  std::vector<int> seen(stage_scale_bytes(rows, tile.cols));
+  for (int row = 0; row < rows; ++row) ++seen[stage_row(row)];
+  for (int col = 0; col < tile.cols; ++col) ++seen[stage_column(rows, col)];
   for (size_t b = 0; b < seen.size(); ++b) EXPECT(seen[b] == (b % 4 == 0), "byte %d starts %d scales", int(b), seen[b]);
-  EXPECT(stage_column(0) % 16 == 0 && stage_scale_bytes(tile.cols) % 16 == 0, "columns are read 16 bytes at once");
+  EXPECT(stage_column(rows, 0) % 16 == 0 && stage_scale_bytes(rows, tile.cols) % 16 == 0,
+         "columns are read 16 bytes at once");
   for (int col0 = 0; col0 < 64 * tile.cols; col0 += tile.cols) {
     for (int part = 0; part < tile.cols / kPartCols; ++part) {
       const int first = col0 + kPartCols * part, last = first + kPartCols - 1;
       EXPECT(first / kBlockCodes == last / kBlockCodes, "columns %d to %d have two scales", first, last);
     }
   }
-  const int shared = tile.stages * (2 * kBlockBytes + tile.cols * 128 + stage_scale_bytes(tile.cols)) +
-                     8 * tile.slots * kSlotBytes + kSlotBytes;
+  const int shared = tile.stages * ((rows + tile.cols) * 128 + stage_scale_bytes(rows, tile.cols)) +
+                     rows / 16 * tile.slots * kSlotBytes + kSlotBytes;
   EXPECT(shared + 2048 < 227 * 1024, "%d bytes beside barriers and items", shared);
   std::puts("scales of a stage have places of their own, and parts of a tile one scale each");
 }
@@ -827,7 +827,8 @@ int main() {
   factors_of_swapped_tiles();
   std::puts("codes become fragments, and find their factors, whichever lines stand for a column");
   segments(rng);
-  stage_scales();
+  stage_scales(kPromoting, kTileRows);
+  stage_scales(kPromotingTall, kPromotingTallRows);
   tensor_map_failures();
   choices();
 }

@@ -278,7 +278,7 @@ __device__ inline void store_part(float (&acc)[kCols / 2], const CUtensorMap* ma
 
 // Zeros under whole tiles, by one warp and from one slot: they cost the warpgroups that multiply no turn, and no warp
 // waits for them.
-template <class Out, int kCols>
+template <class Out, int kCols, int kRows>
 class Zeros {
  public:
   __device__ explicit Zeros(uint32_t slot) : slot_(slot) {
@@ -289,7 +289,7 @@ class Zeros {
   // `at` is the tile's first element, `rows` and `cols` what is left of the tensor from there on.
   __device__ void store(const CUtensorMap* map, ptx::Coords at, int rows, int cols) const {
     if (threadIdx.x % 32 != 0) return;
-    for (int row = 0; row < kTileRows && row < rows; row += 16) {
+    for (int row = 0; row < kRows && row < rows; row += 16) {
       for (int col = 0; col < kCols && col < cols; col += 128 / sizeof(Out)) {
         ptx::tensor_store(map, {{at.c[0] + col, at.c[1] + row, at.c[2], at.c[3]}}, slot_);
       }

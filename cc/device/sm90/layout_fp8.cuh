@@ -14,9 +14,9 @@ constexpr int kBlockCodes = kCodesPerElement * kBlockK;  // of one stage, and of
 constexpr int kPartCols = 64;                            // columns of a tile that never straddle blocks of 128
 
 // A stage's scales, 4 bytes each: one per row of the tile, then one per column, or one for each kPartCols of them.
-GROUPED_HOST_DEVICE constexpr int stage_scale_bytes(int cols) { return 4 * (kTileRows + cols); }
+GROUPED_HOST_DEVICE constexpr int stage_scale_bytes(int rows, int cols) { return 4 * (rows + cols); }
 GROUPED_HOST_DEVICE constexpr uint32_t stage_row(uint32_t row) { return 4 * row; }
-GROUPED_HOST_DEVICE constexpr uint32_t stage_column(uint32_t column) { return 4 * (kTileRows + column); }
+GROUPED_HOST_DEVICE constexpr uint32_t stage_column(int rows, uint32_t column) { return 4 * (rows + column); }
 
 // Elements that so many codes reach into: a sum's length.
 GROUPED_HOST_DEVICE constexpr int32_t elements_of_codes(int32_t codes) {

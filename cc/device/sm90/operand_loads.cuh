@@ -10,21 +10,31 @@ namespace grouped::sm90 {
 
 constexpr uint16_t kBothCtas = 3;
 
-// The 128-row operand: two boxes of 64 x 64, `at` is the first and the second lies 64 further along kRowsDim. With
-// `halves` = 1 the second has no valid row and is left out. A shared (across) tile is loaded one box a CTA.
-template <int kRowsDim>
-__device__ inline void load_lhs(const CUtensorMap* map, ptx::Coords at, int halves, bool across, uint32_t rank,
+// The operand of kMost * 64 rows: boxes of 64 x 64, of which `at` is the first and the others lie 64 further each along
+// kRowsDim. Those behind the first `boxes` have no valid row and are left out. Boxes of a shared (across) tile are
+// loaded by the CTAs in turn.
+template <int kRowsDim, int kMost = 2>
+__device__ inline void load_lhs(const CUtensorMap* map, ptx::Coords at, int boxes, bool across, uint32_t rank,
                                 uint32_t to, uint32_t barrier) {
   if (across) {
-    if (int(rank) >= halves) return;
+    if (int(rank) >= boxes) return;
     at.c[kRowsDim] += 64 * rank;
     ptx::tensor_load_multicast(to + kBlockBytes * rank, map, at, barrier, kBothCtas);
+#pragma unroll
+    for (int box = 2; box < kMost; box += 2) {
+      if (box + int(rank) >= boxes) return;
+      at.c[kRowsDim] += 2 * 64;
+      ptx::tensor_load_multicast(to + kBlockBytes * (box + rank), map, at, barrier, kBothCtas);
+    }
     return;
   }
   ptx::tensor_load(to, map, at, barrier);
-  if (halves < 2) return;
-  at.c[kRowsDim] += 64;
-  ptx::tensor_load(to + kBlockBytes, map, at, barrier);
+#pragma unroll
+  for (int box = 1; box < kMost; ++box) {
+    if (box >= boxes) return;
+    at.c[kRowsDim] += 64;
+    ptx::tensor_load(to + kBlockBytes * box, map, at, barrier);
+  }
 }
 
 // The kCols-column operand in two parts: K-major by columns (box 64 k x kCols/2), MN-major by k (boxes 64 n x 32 k).

@@ -44,7 +44,7 @@ void set_scales(const OperandScales& s, Params* p) {
 constexpr int kEdgeCols = 128;
 template <int kCols, class Multiply>
 __device__ inline void fp8_tile_cols(int cols, Multiply multiply) {
-  if (cols > kEdgeCols) {
+  if (kCols <= kEdgeCols || cols > kEdgeCols) {
     multiply(std::integral_constant<int, kCols>{});
   } else {
     multiply(std::integral_constant<int, kEdgeCols>{});

@@ -133,20 +133,21 @@ __device__ inline void pass(Ring<Shape::kStages>& ring, Turn<Shape>& turn, int k
   turn.hand_over();
 }
 
-// How the blocks of a tile are loaded by a pair: two halves of 64 rows, and the columns.
+// How the blocks of a tile are loaded by a pair: boxes of 64 rows as far as there are any, and the columns.
 template <class Product>
 struct PairLoads {
-  int halves, blocks;
+  int boxes, blocks;
   bool columns;  // else the tile is the empty half of an `across` pair
   uint32_t bytes;
 
   __device__ PairLoads(const typename Product::Params& p, const Work& work)
-      : halves(work.valid_rows > 64 ? 2 : 1), blocks(work.k_blocks()), columns(work.col0 < p.cols) {
-    bytes = halves * kBlockBytes + (columns ? Product::rhs_bytes(p.cols - work.col0) : 0);
+      : boxes(work.valid_rows > 64 ? 2 : 1), blocks(work.k_blocks()), columns(work.col0 < p.cols) {
+    if (Product::Shape::kRowBoxes > 2 && work.valid_rows > 2 * 64) boxes = Product::Shape::kRowBoxes;
+    bytes = boxes * kBlockBytes + (columns ? Product::rhs_bytes(p.cols - work.col0) : 0);
   }
   __device__ void load(const typename Product::Params& p, const Work& work, int block, uint32_t rank, uint32_t stage,
                        uint32_t full) const {
-    Product::load(p, work, block * kBlockK, halves, columns, rank, stage, full);
+    Product::load(p, work, block * kBlockK, boxes, columns, rank, stage, full);
   }
 };
 

@@ -1,20 +1,22 @@
 // The pipeline of 8-bit products whose partial sums go to fp32 every 128 contracted elements: tensor cores keep about
 // 14 bits of a sum of 8-bit products and truncate. In the shell of shell.cuh, with the work items, stages and CTA pairs
-// of pipeline.cuh, but both consumer warpgroups take every tile:
+// of pipeline.cuh, but all consumer warpgroups, two or three, take every tile:
 //
 //   warp 2                copies the scales of a block, if there are any: wait empty -> cp.async -> full
-//   warpgroups 1, 2       64 rows of the tile each: wait full -> 4 k32 steps of wgmma into a block's sums -> empty
+//   warpgroups 1 to 3     64 rows of the tile each: wait full -> 4 k32 steps of wgmma into a block's sums -> empty
 //                         -> sums += scale * the block's sums
 //
 //   full[s]    1 arrival (with the bytes of both CTAs' loads), and 32 with scales      loaders -> consumers
 //   empty[s]   1 arrival of each consumer warp, in both CTAs                           consumers -> all loaders
-//   work       kWorkDepth items; full 1 arrival, empty 1 + 8, and 1 with scales        scheduler -> the others
+//   work       kWorkDepth items; full 1 arrival, empty 1 + 8 or 12, and 1 with scales  scheduler -> the others
 //
-// While one warpgroup adds its block's sums, the other's products keep the tensor cores busy. Results leave through
+// While one warpgroup adds its block's sums, the others' products keep the tensor cores busy. Two warpgroups multiply a
+// block in two parts and add one of them meanwhile; three need not. Results leave through
 // slots that hold a whole tile of 16-bit results, so a warpgroup is back at its products before the tile is stored.
 //
-//   tile        accumulators        ring         slots           scales          registers, 128 + 256 threads
-//   128 x 192   96 + 96 a thread    4 x 40 KiB   8 x 3 x 2 KiB   4 x 1.25 KiB    56 / 224
+//   tile        accumulators        ring         slots            scales          registers
+//   128 x 192   96 + 96 a thread    4 x 40 KiB   8 x 3 x 2 KiB    4 x 1.25 KiB    56 / 224, 128 + 256 threads
+//   192 x 128   64 + 64 a thread    4 x 40 KiB   12 x 2 x 2 KiB   4 x 1.25 KiB    56 / 152, 128 + 384 threads
 #pragma once
 
 #include "cc/device/sm90/layout_fp8.cuh"
@@ -23,14 +25,17 @@
 
 namespace grouped::sm90 {
 
-template <int kCols_, int kStages_, int kSlots_>
-struct PromotingShape : TileShape<kCols_, kStages_, kSlots_> {
-  using Base = TileShape<kCols_, kStages_, kSlots_>;
-  static constexpr int kScalesAt = Base::kSharedBytes, kScaleBytes = stage_scale_bytes(kCols_);
+template <int kRows_, int kCols_, int kStages_, int kSlots_>
+struct PromotingShape : ShellShape<(kRows_ + kCols_) * 128, kStages_, kSlots_, kSlotBytes, kRows_ / 16> {
+  using Base = ShellShape<(kRows_ + kCols_) * 128, kStages_, kSlots_, kSlotBytes, kRows_ / 16>;
+  static constexpr int kRows = kRows_, kCols = kCols_, kRowBoxes = kRows_ / 64, kThreads = 128 + 2 * kRows_;
+  static constexpr int kParts = kRowBoxes == 2 ? 2 : 1;  // in which a block's columns are multiplied
+  static constexpr int kScalesAt = Base::kSharedBytes, kScaleBytes = stage_scale_bytes(kRows_, kCols_);
   static constexpr int kSharedBytes = kScalesAt + kStages_ * kScaleBytes;
-  static_assert(kSharedBytes <= kSharedLimit);
+  static_assert(kSharedBytes <= kSharedLimit && (kRowBoxes == 2 || kRowBoxes == 3));
 
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of the 168 a thread at launch
+  // Of the 168 or 128 of a thread at launch.
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = kRowBoxes == 2 ? 224 : 152;
 };
 
 // How a block's sums are scaled before they are added: not at all, by row and by kPartCols columns, or by row and
@@ -39,13 +44,13 @@ enum class Scaling { none, parts, columns };
 
 // Scales of the two rows of a thread, times those of parts of columns; those of single columns are read when they are
 // needed.
-template <Scaling kScaling, int kCols>
+template <class Shape, Scaling kScaling, int kCols>
 struct BlockScales {
   float rows[2], factors[2][kCols / kPartCols];
   uint32_t columns;  // shared address
 
   // Of the stage whose scales are at `at`.
-  __device__ BlockScales(uint32_t at, int first_row) : columns(at + stage_column(0)) {
+  __device__ BlockScales(uint32_t at, int first_row) : columns(at + stage_column(Shape::kRows, 0)) {
     if constexpr (kScaling != Scaling::none) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -55,7 +60,7 @@ struct BlockScales {
     if constexpr (kScaling == Scaling::parts) {
 #pragma unroll
       for (int part = 0; part < kCols / kPartCols; ++part) {
-        const float scale = ptx::load_shared_float(at + stage_column(part));
+        const float scale = ptx::load_shared_float(at + stage_column(Shape::kRows, part));
 #pragma unroll
         for (int i = 0; i < 2; ++i) factors[i][part] = __fmul_rn(rows[i], scale);
       }
@@ -88,25 +93,24 @@ struct BlockScales {
   }
 };
 
-// Multiplies 64 rows of a tile, the warp's from `first_row` on, by its first kCols columns: a block by kParts of these,
-// of which one multiplies while another is added. A sum stops at the step of 32 codes that holds its last one; `length`
-// counts elements of 16 bits. Leaves all blocks released. `scales` are those of stage 0. `started` is called while the
-// first block multiplies.
-constexpr int kParts = 2;
+// Multiplies 64 rows of a tile, the warp's from `first_row` on, by its first kCols columns: a block in one part, or in
+// two, of which one multiplies while the other is added. A sum stops at the step of 32 codes that holds its last one;
+// `length` counts elements of 16 bits. Leaves all blocks released. `scales` are those of stage 0. `started` is called
+// while the first block multiplies.
 template <class Product, Scaling kScaling, int kCols, class Started>
 __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStages>& ring, int length, int first_row,
                                           uint64_t lhs, uint64_t rhs, uint32_t barriers, uint32_t scales,
                                           Started started) {
   using Shape = typename Product::Shape;
   using Pair = typename Product::Element;
-  constexpr int kPart = kCols / kParts, kSteps = kBlockK / 16;
+  constexpr int kParts = Shape::kParts, kPart = kCols / kParts, kSteps = kBlockK / 16;
   const int lane = threadIdx.x % 32;
   int left = length;
   const auto block = [&](auto steps) {
     ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity);
     const uint64_t stage = uint64_t(ring.slot * (Shape::kStageBytes >> 4));
     // In front of the products: behind them shared memory answers late.
-    const BlockScales<kScaling, kCols> of_block(scales + ring.slot * Shape::kScaleBytes, first_row);
+    const BlockScales<Shape, kScaling, kCols> of_block(scales + ring.slot * Shape::kScaleBytes, first_row);
     float sums[kParts][kPart / 2];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -159,12 +163,12 @@ struct Promoting : PairedPipeline<Product> {
   using typename PairedPipeline<Product>::Shape;
 
   static __device__ RingArrivals rings(const Params& p) {
-    return {p.scaled ? 1u + 32 : 1u, 2 * kConsumerWarps, (p.scaled ? 1u : 0u) + kConsumerWarps};
+    return {p.scaled ? 1u + 32 : 1u, 2 * Shape::kWarps, (p.scaled ? 1u : 0u) + Shape::kWarps};
   }
   static __device__ void init(const Shell<Shape>) {}
   // An operand without scales of its own has ones; those of the other are copied over and over.
   static __device__ void fill(uint8_t* memory) {
-    for (int i = threadIdx.x; i < Shape::kStages * Shape::kScaleBytes / 4; i += kThreads) {
+    for (int i = threadIdx.x; i < Shape::kStages * Shape::kScaleBytes / 4; i += Shape::kThreads) {
       reinterpret_cast<float*>(memory + Shape::kScalesAt)[i] = 1;
     }
   }
@@ -195,7 +199,7 @@ struct Promoting : PairedPipeline<Product> {
     Ring<Shape::kStages> ring;
     auto slots = shell.slots(warp - 4);
     const uint64_t lhs = descriptor(shell.shared + consumer * kBlockBytes, Major::k);
-    const uint64_t rhs = descriptor(shell.shared + 2 * kBlockBytes, Major::k);
+    const uint64_t rhs = descriptor(shell.shared + Shape::kRowBoxes * kBlockBytes, Major::k);
     for (;; reader.release()) {
       const Work& work = reader.get();
       if (work.kind == Work::kDone) break;
@@ -231,7 +235,7 @@ struct Promoting : PairedPipeline<Product> {
 };
 
 template <class Product>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::Shape::kThreads, 1)
     grouped_product_fp8_sm90(const __grid_constant__ typename Product::Params p) {
   run_shell<Product, Promoting>(p);
 }

@@ -190,10 +190,11 @@ void set_contraction(const GroupedMatmul& call, int64_t most_rows, int64_t rows,
 }
 
 template <class Product>
-void launch_contraction(ProductKernel<Product> kernel, const typename Product::Params& p, void* stream) {
-  constexpr int kCols = Product::Shape::kCols;
-  const int row_tiles = (p.rows + kTileRows - 1) / kTileRows, col_tiles = (p.cols + kCols - 1) / kCols;
-  launch_pairs<Product>(kernel, p, pair_count(row_tiles, col_tiles) * p.groups, stream);
+void launch_contraction(ProductKernel<Product> kernel, const typename Product::Params& p, void* stream,
+                        unsigned threads = kThreads) {
+  constexpr int kCols = Product::Shape::kCols, kRows = Product::Shape::kRowBoxes * 64;
+  const int row_tiles = (p.rows + kRows - 1) / kRows, col_tiles = (p.cols + kCols - 1) / kCols;
+  launch_pairs<Product>(kernel, p, pair_count(row_tiles, col_tiles) * p.groups, stream, threads);
 }
 
 }  // namespace grouped::sm90

@@ -395,6 +395,12 @@ __device__ inline void wgmma_fp8_part(float (&d)[kN / 2], uint64_t a, uint64_t b
   GROUPED_PART("64", GROUPED_REGS_32, "%32", "%33", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16))
 #define GROUPED_PART_96(TYPES) \
   GROUPED_PART("96", GROUPED_REGS_48, "%48", "%49", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32))
+#define GROUPED_PART_128(TYPES)                                                                                    \
+  GROUPED_PART("128", GROUPED_REGS_64, "%64", "%65", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), \
+               GROUPED_D16(48))
+#define GROUPED_FIRST_128(TYPES)                                                                                   \
+  GROUPED_PART("128", GROUPED_REGS_64, "%64", "%65", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32), \
+               GROUPED_W16(48))
 #define GROUPED_FIRST_64(TYPES) \
   GROUPED_PART("64", GROUPED_REGS_32, "%32", "%33", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16))
 #define GROUPED_FIRST_96(TYPES) \
@@ -405,17 +411,21 @@ __device__ inline void wgmma_fp8_part(float (&d)[kN / 2], uint64_t a, uint64_t b
   } else {                                        \
     GROUPED_WGMMA_FP8_PAIRS(GROUPED_PART_##SIZE)  \
   }
-  static_assert(kN == 64 || kN == 96);
+  static_assert(kN == 64 || kN == 96 || kN == 128);
   if constexpr (kN == 64) {
     GROUPED_PART_OF(64)
+  } else if constexpr (kN == 128) {
+    GROUPED_PART_OF(128)
   } else {
     GROUPED_PART_OF(96)
   }
 #undef GROUPED_PART
 #undef GROUPED_PART_OF
 #undef GROUPED_PART_64
+#undef GROUPED_PART_128
 #undef GROUPED_PART_96
 #undef GROUPED_FIRST_64
+#undef GROUPED_FIRST_128
 #undef GROUPED_FIRST_96
 }
 #undef GROUPED_W4

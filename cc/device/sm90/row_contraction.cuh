@@ -94,16 +94,16 @@ __device__ inline ptx::Coords contraction_at(const Work& work, int row) {
   return {{work.col0, work.row0 + row, work.slice2, work.slice3}};
 }
 
-// Draws the pair's items and pushes this CTA's tile of each, kCols columns wide; `place(work, span)` sets what the sum
+// Draws the pair's items and pushes this CTA's tile of each, kRows by kCols; `place(work, span)` sets what the sum
 // runs over: length, rows, end. Tiles of empty groups are stored here, as zeros.
-template <class Out, int kCols, class Place, class Push>
+template <class Out, int kCols, int kRows = kTileRows, class Place, class Push>
 __device__ inline void schedule_contraction(const ContractionParams& p, uint32_t rank, uint32_t mail, uint32_t spare,
                                             Place place, Push push) {
-  const int row_tiles = (p.rows + kTileRows - 1) / kTileRows;
+  const int row_tiles = (p.rows + kRows - 1) / kRows;
   const int col_tiles = (p.cols + kCols - 1) / kCols;
   const int per_group = int(pair_count(row_tiles, col_tiles)), items = per_group * p.groups;
   Mailbox pair(rank, mail);
-  const Zeros<Out, kCols> zeros(spare);
+  const Zeros<Out, kCols, kRows> zeros(spare);
   // Rows drawn beyond the mean. Pairs start at different points of the mix, not all with a long sum.
   int64_t surplus = int64_t(p.spans[0].rows) * (blockIdx.x / 2) / (gridDim.x / 2);
   const int64_t mean_rows = p.draws->mean_rows;
@@ -132,7 +132,7 @@ __device__ inline void schedule_contraction(const ContractionParams& p, uint32_t
     }
     const Tile tile = windowed_pair_at(int(item) % per_group, row_tiles, col_tiles, rank, p.window);
     work.kind = Work::kTile;
-    work.row0 = tile.row * kTileRows;
+    work.row0 = tile.row * kRows;
     work.col0 = tile.col * kCols;
     work.valid_rows = p.rows - work.row0;
     work.across = tile.across;

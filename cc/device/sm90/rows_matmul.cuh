@@ -38,10 +38,10 @@ struct RowsProduct {
     schedule_rows(p, Shape::kTileCols, rank, mail, push);
   }
 
-  static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
+  static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
     const FromLow part(p.low, work, k);
-    load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), halves, work.across, rank, to, full);
+    load_lhs<1>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), boxes, work.across, rank, to, full);
     if (columns) load_rhs(p, work, part, rank, to + 2 * kBlockBytes, full);
   }
   static __device__ void load_rhs(const Params& p, const Work& work, const FromLow& part, uint32_t rank, uint32_t to,

@@ -40,10 +40,10 @@ struct Fp8Rows {
     schedule_rows(p, Shape::kCols, rank, mail, push);
   }
 
-  static __device__ void load(const Params& p, const Work& work, int k, int halves, bool columns, uint32_t rank,
+  static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
     const int32_t code = kCodesPerElement * k;
-    load_lhs<1>(&p.lhs, ragged_at(work, code, 0), halves, work.across, rank, to, full);
+    load_lhs<1>(&p.lhs, ragged_at(work, code, 0), boxes, work.across, rank, to, full);
     if (!columns) return;
     Rhs::load(&p.rhs, {{code, work.col0, work.slice2, work.slice3}}, work.across, rank, to + 2 * kBlockBytes, full);
   }

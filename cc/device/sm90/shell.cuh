@@ -39,19 +39,21 @@ constexpr int kSharedLimit = 227 * 1024;
 
 // Shared memory, from a 1024-byte aligned start: stages, slots of each consumer warp, a slot for the scheduler, work
 // items, barriers.
-template <int kStageBytes_, int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes>
+template <int kStageBytes_, int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes, int kWarps_ = kConsumerWarps>
 struct ShellShape {
+  static constexpr int kWarps = kWarps_;  // that store results
+  static constexpr int kRowBoxes = 2;     // of 64 rows in a tile of a pair, unless a shape says otherwise
   static constexpr int kStageBytes = kStageBytes_, kStages = kStages_, kSlots = kSlots_;
   using WarpSlots = Slots<kSlots, kSlotBytes_>;
   static constexpr int kSlotsAt = kStages * kStageBytes;
-  static constexpr int kSpareAt = kSlotsAt + kConsumerWarps * WarpSlots::kBytes;
+  static constexpr int kSpareAt = kSlotsAt + kWarps * WarpSlots::kBytes;
   static constexpr int kWorkAt = kSpareAt + kSlotBytes;
   static constexpr int kBarriersAt = kWorkAt + kWorkDepth * int(sizeof(Work));
   static constexpr int kFull = 0, kEmpty = kStages, kWorkFull = 2 * kStages, kWorkEmpty = kWorkFull + kWorkDepth;
   static constexpr int kTurn = kWorkEmpty + kWorkDepth;      // of pipelines whose consumers take turns
   static constexpr int kMail = kTurn + 2;                    // of pairs
   static constexpr int kSlotFull = kMail + Mailbox::kWords;  // of fetches into slots
-  static constexpr int kSharedBytes = kBarriersAt + 8 * (kSlotFull + kConsumerWarps * kSlots);
+  static constexpr int kSharedBytes = kBarriersAt + 8 * (kSlotFull + kWarps * kSlots);
   static_assert(kSharedBytes <= kSharedLimit);
 };
 
@@ -173,7 +175,7 @@ __device__ __forceinline__ void run_shell(const typename Product::Params& p) {
     if constexpr (Pipeline::kPairs) {
       for (int s = 0; s < 2 * kMailDepth; ++s) ptx::barrier_init(shell.barriers + 8 * (Shape::kMail + s), 1);
     }
-    for (int s = 0; s < kConsumerWarps * Shape::kSlots; ++s) {
+    for (int s = 0; s < Shape::kWarps * Shape::kSlots; ++s) {
       ptx::barrier_init(shell.barriers + 8 * (Shape::kSlotFull + s), 1);
     }
     Pipeline::init(shell);

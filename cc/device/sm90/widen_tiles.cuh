@@ -262,8 +262,8 @@ struct CodedLoads : PairLoads<Product> {
   int rhs_bytes;
 
   __device__ CodedLoads(const Params& p, const Work& work) : PairLoads<Product>(p, work) {
-    rhs_bytes = int(this->bytes) - this->halves * kBlockBytes;
-    this->bytes = this->halves * kBlockBytes;
+    rhs_bytes = int(this->bytes) - this->boxes * kBlockBytes;
+    this->bytes = this->boxes * kBlockBytes;
   }
   __device__ void load(const Params& p, const Work& work, int block, uint32_t rank, uint32_t stage,
                        uint32_t full) const {
@@ -276,7 +276,7 @@ struct CodedLoads : PairLoads<Product> {
       if (this->columns) ptx::barrier_expect(full, rhs_bytes);
       ptx::barrier_arrive(arrived);
     }
-    Product::load(p, work, block * kBlockK, this->halves, this->columns && !coded, rank, stage, full);
+    Product::load(p, work, block * kBlockK, this->boxes, this->columns && !coded, rank, stage, full);
   }
 };
 
