@@ -403,16 +403,23 @@ def check_shared_held(function: str, held: int) -> None:
         )
 
 
-def check_gate(shape: tuple[Any, ...], *, transposed: bool) -> None:
-    """Refuses a gate of a shared expert that does not have exactly one column, or one row if it is `transposed`.
+def check_gate(gate: ArraySpec, hidden: Any, *, transposed: bool) -> None:
+    """Refuses a gate of a shared expert that is not [H, 1], or [1, H] if it is `transposed`.
+
+    Args:
+        hidden: H.
 
     Raises:
-        ValueError: another shape.
+        ValueError: another shape. TypeError: a dtype in which routers have no weights.
     """
+    shape = gate.shape
     check_rank("moe", "gate", "shared.gate", shape, transposed=transposed)
-    if shape[0 if transposed else 1] != 1:
+    if shape != ((1, hidden) if transposed else (hidden, 1)):
         letters = "[1, H]" if transposed else "[H, 1]"
-        raise ValueError(f"`shared.gate`: shape {tuple(shape)}, expected {letters}; pass one vector of H elements.")
+        raise ValueError(
+            f"`shared.gate`: shape {shape}, expected {letters} with H = {hidden}; pass one vector of H elements."
+        )
+    check_floats("moe", "shared.gate", gate)
 
 
 def check_routed_mlp(x: OperandSpec, experts: ArraySpec, weights: ArraySpec) -> None:

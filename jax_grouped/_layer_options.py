@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from grouped_core.exchange import check_budget_factor
@@ -30,6 +31,20 @@ default_router_init: Initializer = jax.nn.initializers.lecun_normal()
 default_bias_init: Initializer = jax.nn.initializers.zeros
 
 NO_METADATA: Metadata = MappingProxyType({})
+
+_SHARDING = ("out_sharding", "sharding", "sharding_names")  # the keys under which Flax keeps names of axes
+
+
+def along_one(metadata: Metadata, axis: int) -> Metadata:
+    """The metadata of a parameter for one whose `axis` has length 1 instead, and therefore no sharding."""
+    found = dict(metadata)
+    for name in _SHARDING:
+        names = metadata.get(name)
+        if isinstance(names, (tuple, list, PartitionSpec)) and axis < len(names):
+            axes = [None if at == axis else each for at, each in enumerate(names)]
+            found[name] = PartitionSpec(*axes) if isinstance(names, PartitionSpec) else tuple(axes)
+    return found
+
 
 ROUTER = (
     "score",

@@ -158,7 +158,7 @@ def of_shared(x: Float[Array, "T H"], shared: SharedExpert, **options: Any) -> F
     gate = None
     if shared.gate is not None:  # a router with one expert, whose score is the sigmoid
         gate = as_array("shared.gate", shared.gate, "[H, 1]")
-        routing_spec.check_gate(gate.shape, transposed=False)
+        routing_spec.check_gate(spec_of(gate), x.shape[1], transposed=False)
         gate = route.topk_router(router_logits(x, gate), 1, score="sigmoid")[0][:, 0]
     sizes, recipe = one_group(x.shape[0]), shared.recipe
     return grouped_mlp(x, shared.wi, shared.wo, sizes, probs=gate, recipe=recipe, **options)

@@ -408,7 +408,10 @@ class MoE(_Experts):
         self.shared: Shared | None = nnx.data(None)
         if shared_dim is not None:
             plain = {name: value for name, value in options.items() if name not in ("use_bias", "bias_metadata")}
-            gate = Router(hidden, 1, param_dtype, router_init, rngs, router_metadata).kernel if shared_gate else None
+            for name in ("wi_metadata", "wo_metadata"):
+                plain[name] = _layer_options.along_one(options.get(name, NO_METADATA), 0)
+            of_gate = _layer_options.along_one(router_metadata, 1)
+            gate = Router(hidden, 1, param_dtype, router_init, rngs, of_gate).kernel if shared_gate else None
             self.shared = Shared(hidden, shared_dim, gate, rngs=rngs, **plain, **adapters)
         self.noise: nnx.RngStream | None = nnx.data(None)
         if jitter:

@@ -284,16 +284,23 @@ def begin_dispatch(sent: Sent, group: Group, scales_along: int = 0) -> Callable[
 
     def finish() -> Brought:
         words = _wait(facts)
-        experts = words[:, :width].contiguous().view(torch.int32)
-        probs = words[:, width : 2 * width].contiguous().view(torch.float32)
+        experts = _elements(words[:, :width], torch.int32)
+        probs = _elements(words[:, width : 2 * width], torch.float32)
         probs = _Valued.apply(weight(None), probs)
         came = counts_of(experts, group)
         if values is None or sent.scales is None:
             return Brought(rows(came), experts, probs, None, None)
-        scales = words[:, 2 * width :].contiguous().view(sent.scales.dtype).movedim(0, scales_along).contiguous()
+        scales = _elements(words[:, 2 * width :], sent.scales.dtype).movedim(0, scales_along).contiguous()
         return Brought(rows(came), experts, probs, _wait(values, counts), scales)
 
     return finish
+
+
+def _elements(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Columns of bytes as elements of `dtype`. One row or none counts as contiguous whatever its stride, which `view`
+    then refuses, so the view is of one axis.
+    """
+    return words.reshape(-1).view(dtype).view(words.shape[0], words.shape[1] // dtype.itemsize)
 
 
 class _Valued(torch.autograd.Function):

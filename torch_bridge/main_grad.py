@@ -60,6 +60,11 @@ def destination(weight: Any, name: str) -> Tensor:
             f"`main_grad` of `{name}`: {_facts(found)}, expected it on {weight.device} with its weight; "
             "allocate it there."
         )
+    if found.is_neg():
+        raise RuntimeError(
+            f"`main_grad` of `{name}`: a lazily negated view, expected a tensor whose memory has its signs; call "
+            "`.resolve_neg()`."
+        )
     if dtype_name(found.dtype) not in WIDE:
         raise RuntimeError(
             f"`main_grad` of `{name}`: {_facts(found)}, expected one of {', '.join(WIDE)}; allocate it in one of them."

@@ -154,7 +154,7 @@ def of_shared(x: Tensor, shared: SharedExpert, **options: Any) -> Tensor:
     gate = None
     if shared.gate is not None:  # a router with one expert, whose score is the sigmoid
         check_operand("shared.gate", shared.gate, x)
-        routing_spec.check_gate(shared.gate.shape, transposed=True)
+        routing_spec.check_gate(fixed_spec(shared.gate), x.shape[1], transposed=True)
         gate = topk_router(router_logits(x, shared.gate), 1, score="sigmoid")[0].reshape(-1)
     sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
     return grouped_mlp(x, shared.wi, shared.wo, sizes, probs=gate, recipe=shared.recipe, **options)

@@ -180,16 +180,27 @@ class QuantizedWeight(Tensor):
             return args[0]._member(args[2]) if func is _aten.select.int else args[0]._members()
         flat, tree = tree_flatten((args, kwargs))
         read = QuantizedWeight._stand_in if func in _LIKE else QuantizedWeight.dequantize
-        plain = [read(each) if isinstance(each, QuantizedWeight) else each for each in flat]
-        given, keywords = tree_unflatten(plain, tree)
+        own = {id(each): each for each in flat if isinstance(each, QuantizedWeight)}
+        copies = {at: read(each) for at, each in own.items()}  # one of a weight that is given twice
+        given, keywords = tree_unflatten([copies.get(id(each), each) for each in flat], tree)
         result = func(*given, **keywords)
         if not func._schema.is_mutable:
             return result
-        written = _written(func, args, kwargs)
-        back = {id(value): each for each, value in zip(flat, plain, strict=True) if each is not value}
-        for weight in written:
-            weight.store(next(value for each, value in zip(flat, plain, strict=True) if each is weight))
-        return back.get(id(result), result)
+        for weight in _written(func, args, kwargs):
+            weight.store(copies[id(weight)])
+        return next((own[at] for at, value in copies.items() if value is result), result)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """PyTorch writes to a view of the part. Only the whole and an expert have one here; of other parts the whole
+        weight is written.
+        """
+        whole = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+        if whole or (self.dim() == 3 and isinstance(index, int)):
+            super().__setitem__(index, value)
+            return
+        values = self.dequantize()
+        values[index] = value
+        self.copy_(values)
 
     def _members(self) -> tuple[QuantizedWeight, ...]:
         return tuple(self._member(at) for at in range(self.shape[0]))

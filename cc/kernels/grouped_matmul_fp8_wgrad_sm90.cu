@@ -41,10 +41,10 @@ template <class Pair, class Out, bool kScaled>
 struct Fp8Contraction {
   using Params = Fp8ContractionParams;
   using Element = Pair;
-  using Shape =
-      std::conditional_t<sizeof(Out) == 2,
-                         PromotingShape<kPromotingTallRows, kPromotingTall.cols, kPromotingTall.stages, kPromotingTall.slots>,
-                         PromotingShape<kTileRows, kPromoting.cols, kPromoting.stages, kPromoting.slots>>;
+  using Shape = std::conditional_t<
+      sizeof(Out) == 2,
+      PromotingShape<kPromotingTallRows, kPromotingTall.cols, kPromotingTall.stages, kPromotingTall.slots>,
+      PromotingShape<kTileRows, kPromoting.cols, kPromoting.stages, kPromoting.slots>>;
   using Rhs = RhsTile<Major::k, Shape::kCols>;
   static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
   template <class Multiply>

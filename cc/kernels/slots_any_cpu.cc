@@ -73,9 +73,10 @@ void launch_sort(const SortSlots& call, const Context&) {
     call.group_sizes.as<int32_t>()[g] = static_cast<int32_t>(until - end);
     end = until;
   }
-  const float* weights = floats_or_null(call.weights);
+  const float* weights = floats_or_null(call.weights);  // may be null without slots
+  float* row_weights = call.row_weights.present() ? call.row_weights.as<float>() : nullptr;
   std::fill_n(source, rows, -1);
-  if (weights) std::fill_n(call.row_weights.as<float>(), rows, 0.0f);
+  if (row_weights) std::fill_n(row_weights, rows, 0.0f);
   int32_t dropped = 0;
   for (int64_t slot = 0; slot < slots; ++slot) {
     inverse[slot] = -1;
@@ -84,7 +85,7 @@ void launch_sort(const SortSlots& call, const Context&) {
     if (row < rows) {
       source[row] = static_cast<int32_t>(slot);
       inverse[slot] = static_cast<int32_t>(row);
-      if (weights) call.row_weights.as<float>()[row] = weights[slot];
+      if (row_weights) row_weights[row] = weights[slot];
     } else {
       ++dropped;
     }

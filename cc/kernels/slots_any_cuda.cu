@@ -114,14 +114,14 @@ struct Rows {
   int32_t* source;
   int32_t* inverse;
   int32_t* dropped;
-  const float* weights;  // null: without row_weights
-  float* row_weights;
+  const float* weights;  // may be null without slots
+  float* row_weights;    // or null
   uint32_t count;  // M
   uint32_t align;
 
   __device__ void store(int64_t row, int64_t slot) const {  // -1: none
     source[row] = static_cast<int32_t>(slot);
-    if (weights) row_weights[row] = slot < 0 ? 0.0f : weights[slot];
+    if (row_weights) row_weights[row] = slot < 0 ? 0.0f : weights[slot];
   }
 
   __device__ int64_t rows(uint32_t slots) const {  // both are below 2^31, so their sum is no overflow

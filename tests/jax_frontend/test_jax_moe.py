@@ -422,6 +422,41 @@ def test_refusals_of_both_kinds(options: dict[str, Any], fragments: tuple[str, .
         linen.MoE(H, F, E, K, **options).init(jax.random.key(0), jnp.zeros((2, H)))
 
 
+@pytest.mark.rule("LYR-13")
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=lambda k: k.name)
+def test_a_shared_expert_takes_no_sharding_along_its_one_group(kind: Any) -> None:
+    axes = {
+        "wi_metadata": {"out_sharding": ("expert", None, None)},
+        "wo_metadata": {"out_sharding": ("expert", None, None)},
+        "router_metadata": {"out_sharding": (None, "expert")},
+    }
+    options: dict[str, Any] = {"shared_dim": S, "shared_gate": True, **axes}
+    with jax.set_mesh(jax.make_mesh((2,), ("expert",), axis_types=(kind,), devices=jax.devices()[:2])):
+        layer = nnx.MoE(H, F, E, K, rngs=flax_nnx.Rngs(0), **options)
+        assert not layer.wi[...].sharding.is_fully_replicated
+        for alone in (layer.shared.wi, layer.shared.wo, layer.shared.gate):
+            assert alone[...].sharding.is_fully_replicated
+    specs = flax.linen.get_partition_spec(linen.MoE(H, F, E, K, **options).init(jax.random.key(0), jnp.zeros((1, H))))
+    assert specs["params"]["wi"][0] == "expert"
+    assert specs["params"]["shared"]["wi"] == jax.sharding.PartitionSpec(None, None, None)
+    assert specs["params"]["shared"]["gate"] == jax.sharding.PartitionSpec(None, None)
+
+
+@pytest.mark.rule("ERR-1", "ERR-5")
+@pytest.mark.parametrize(
+    ("gate", "kind", "fragments"),
+    [
+        (jnp.zeros((H + 1, 1)), ValueError, (f"({H + 1}, 1)", f"[H, 1] with H = {H}")),
+        (jnp.zeros((H, 1), jnp.int32), TypeError, ("int32", "float32, bfloat16, float16", "cast")),
+    ],
+)
+def test_gates_of_a_shared_expert_are_checked(gate: Any, kind: Any, fragments: tuple[str, ...]) -> None:
+    shared = SharedExpert(jnp.zeros((1, H, 2 * F)), jnp.zeros((1, F, H)), gate)
+    given = (jnp.zeros((T, H)), jnp.zeros((H, E)), jnp.zeros((E, H, 2 * F)), jnp.zeros((E, F, H)))
+    with asserts.refused(kind, ("`shared.gate`", *fragments)):
+        jax_grouped.moe(*given, K, shared=shared)
+
+
 @pytest.mark.rule("ERR-1")
 def test_names_of_axes_are_text() -> None:
     name: Any = 3

@@ -102,6 +102,16 @@ def test_negated_views_are_refused_also_after_a_call_with_the_same_facts(name: s
             grouped_linear(given.x, given.w, given.sizes, bias=given.bias, row_scale=given.row_scale)
 
 
+@pytest.mark.rule("ERR-1", "GRD-7")
+def test_main_grad_as_a_negated_view_is_refused() -> None:
+    t = small()
+    weight = torch.nn.Parameter(t.w)
+    weight.main_grad = _negated(torch.zeros(t.w.shape))  # pyright: ignore[reportAttributeAccessIssue]
+    y = grouped_linear(t.x, weight, t.sizes, wgrad_accum="main_grad")
+    with asserts.refused(RuntimeError, ["`main_grad` of `weight`", "lazily negated view", "resolve_neg"]):
+        y.sum().backward()
+
+
 @pytest.mark.rule("MAT-7")
 @pytest.mark.parametrize("form", ["negated", "zero"])
 def test_gradients_that_autograd_hands_over_without_their_values_in_memory(form: str) -> None:

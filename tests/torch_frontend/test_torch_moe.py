@@ -467,6 +467,32 @@ def _permuted(x: Tensor, experts: Tensor) -> tuple[Tensor, Any]:
     return rows, permutation
 
 
+@pytest.mark.rule("ERR-1", "ERR-5")
+@pytest.mark.parametrize(
+    ("gate", "kind", "said"),
+    [
+        (torch.zeros(1, H + 1), ValueError, [f"(1, {H + 1})", f"[1, H] with H = {H}"]),
+        (torch.zeros(2, H), ValueError, [f"(2, {H})", "one vector"]),
+        (torch.zeros(1, H, dtype=torch.int32), TypeError, ["int32", "float32, bfloat16, float16", "cast"]),
+        (torch.zeros(1, H).to(torch.float8_e4m3fn), TypeError, ["float8_e4m3fn", "float32, bfloat16, float16", "cast"]),
+    ],
+)
+def test_gates_of_a_shared_expert_are_checked(gate: Tensor, kind: type[Exception], said: list[str]) -> None:
+    of_expert = nn.GroupedMLP(1, H, F, single_grouped_weight=True)
+    shared = SharedExpert(of_expert.linear_fc1.weight, of_expert.linear_fc2.weight, gate)
+    given = (torch.zeros(T, H), torch.zeros(E, H), torch.zeros(E, 2 * F, H), torch.zeros(E, H, F))
+    with asserts.refused(kind, ["`shared.gate`", *said]):
+        moe(*given, K, shared=shared)
+
+
+@pytest.mark.rule("MLP-3", "ERR-1")
+def test_activation_and_residuals_of_a_layer_are_fixed() -> None:
+    module = nn.GroupedMLP(2, H, F)
+    for name in ("activation", "residuals"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(module, name, getattr(module, name))
+
+
 @pytest.mark.rule("ERR-1", "ERR-2")
 @pytest.mark.parametrize(
     ("make", "kind", "said"),

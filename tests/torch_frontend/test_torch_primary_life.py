@@ -32,6 +32,30 @@ from torch_bridge.quantized_weight import named_parts as parts_of
 
 @pytest.mark.rule("QNT-1")
 @by_recipe
+def test_what_writes_a_weight_may_read_it_too_and_parts_are_written(recipe: Recipe) -> None:
+    options: Any = {"recipe": recipe, "quantized_weights": True, "bias": False, "dtype": torch.float32}
+    packed: Any = nn.GroupedLinear(2, 32, 64, single_grouped_weight=True, **options).weight
+    listed: Any = nn.GroupedLinear(2, 32, 64, **options).weight0
+    with torch.no_grad():
+        for weight in (packed, listed):
+            weight.fill_(1)
+            torch.mul(weight, 2, out=weight)
+            asserts.bitwise(weight.dequantize(), torch.full(weight.shape, 2.0), "out=")
+            torch.add(weight, weight, out=weight)
+            asserts.bitwise(weight.dequantize(), torch.full(weight.shape, 4.0), "given three times")
+            weight[..., :16] = 0
+            assert not weight[..., :16].any()
+            assert (weight[..., 16:] == 4).all()
+        listed[0] = 1
+        assert (listed[0] == 1).all()
+        assert (listed[1:, 16:] == 4).all()
+        packed[1] = 1
+        assert (packed[1] == 1).all()
+        assert (packed[0, :, 16:] == 4).all()
+
+
+@pytest.mark.rule("QNT-1")
+@by_recipe
 @by_holding
 def test_copies_and_casts_keep_codes(recipe: Recipe, listed: bool) -> None:
     module = nn.GroupedMLP(

@@ -229,6 +229,16 @@ def test_a_gradient_of_rows_in_8_bits_is_refused_at_the_call(dtype: torch.dtype)
         asserts.bitwise(route.permute(needy, experts, 3)[0].view(torch.uint8), rows.view(torch.uint8), "no_grad")
 
 
+@pytest.mark.rule("LYR-5")
+@pytest.mark.parametrize(("align", "max_rows"), [(4, None), (1, 8)])
+def test_rows_of_no_token_have_the_probability_zero(align: int, max_rows: int | None) -> None:
+    garbage = [torch.full((64,), 1e30) for _ in range(64)]
+    del garbage  # what an allocator hands out again
+    experts, probs = torch.zeros(0, K, dtype=torch.int32), torch.zeros(0, K)
+    *_, permutation = route.permute(torch.zeros(0, H), experts, E, probs=probs, align=align, max_rows=max_rows)
+    asserts.bitwise(permutation.probs, torch.zeros(permutation.source.shape[0]), "probabilities")
+
+
 @pytest.mark.rule("LYR-5", "LYR-7")
 def test_moved_rows_keep_the_dtype_of_scales() -> None:
     codes = torch.arange(T * H).to(torch.uint8).reshape(T, H)

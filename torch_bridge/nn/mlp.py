@@ -164,8 +164,8 @@ class GroupedMLP(ScaledModule):
                 "multiplied by the probabilities; use a Sequential for another meaning."
             )
         check_recipe("GroupedMLP", options.get("recipe"))
-        self.activation = resolve(activation)
-        self.residuals = residuals_option(residuals)
+        self._activation = resolve(activation)
+        self._residuals = residuals_option(residuals)
         plain = self.residuals == Residuals(self.residuals.policy)
         self._as_given = (shortest(self.activation), self.residuals.policy if plain else self.residuals)
         wide = self.activation.fc1_width(mlp_dim)
@@ -174,6 +174,16 @@ class GroupedMLP(ScaledModule):
         self.init_state(self.linear_fc1.recipe, num_groups, 2, options.get("device"))
         self.take_states((self.linear_fc1, self.linear_fc2))
         self._share_state()
+
+    @property
+    def activation(self) -> Activation:
+        """The activation, which is fixed at construction."""
+        return self._activation
+
+    @property
+    def residuals(self) -> Residuals:
+        """What forward saves for backward, which is fixed at construction."""
+        return self._residuals
 
     def forward(
         self,
