@@ -116,7 +116,7 @@ struct Rows {
   int32_t* dropped;
   const float* weights;  // may be null without slots
   float* row_weights;    // or null
-  uint32_t count;  // M
+  uint32_t count;        // M
   uint32_t align;
 
   __device__ void store(int64_t row, int64_t slot) const {  // -1: none
