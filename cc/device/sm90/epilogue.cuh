@@ -278,7 +278,7 @@ __device__ inline void store_part(float (&acc)[kCols / 2], const CUtensorMap* ma
 
 // Zeros under whole tiles, by one warp and from one slot: they cost the warpgroups that multiply no turn, and no warp
 // waits for them.
-template <class Out, int kCols, int kRows>
+template <class Out, int kCols, int kRows = kTileRows>
 class Zeros {
  public:
   __device__ explicit Zeros(uint32_t slot) : slot_(slot) {
