@@ -11,8 +11,8 @@
 //   work       kWorkDepth items; full 1 arrival, empty 1 + 8 or 12, and 1 with scales  scheduler -> the others
 //
 // While one warpgroup adds its block's sums, the others' products keep the tensor cores busy. Two warpgroups multiply a
-// block in two parts and add one of them meanwhile; three need not. Results leave through
-// slots that hold a whole tile of 16-bit results, so a warpgroup is back at its products before the tile is stored.
+// block in two parts and add one of them meanwhile; three need not. Results leave through slots that hold a whole tile
+// of 16-bit results, so a warpgroup is back at its products before the tile is stored.
 //
 //   tile        accumulators        ring         slots            scales          registers
 //   128 x 192   96 + 96 a thread    4 x 40 KiB   8 x 3 x 2 KiB    4 x 1.25 KiB    56 / 224, 128 + 256 threads
