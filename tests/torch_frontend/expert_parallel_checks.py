@@ -202,21 +202,6 @@ def a_rank_without_tokens_runs_every_collective(mesh: DeviceMesh) -> None:
 
 
 @check
-def passes_without_tokens_run_at_every_width(mesh: DeviceMesh) -> None:
-    """Codes, scales and choices travel as bytes: with no row, or one in all, their strides divide nothing."""
-    for width in (32, 96, 2880):
-        for recipe in (FP8Block, MXFP8):
-            options: dict[str, Any] = {"process_group": mesh.get_group(), "recipe": recipe, "dtype": torch.bfloat16}
-            module = nn.MoE(width, 32, E, 1, **options).to(mesh.device_type)
-            for tokens in (0, int(mesh.get_local_rank() == 0)):  # on all ranks together
-                x = torch.ones(tokens, width, device=mesh.device_type, dtype=torch.bfloat16, requires_grad=True)
-                y, _ = module(x)
-                y.sum().backward()
-                assert y.shape == x.shape, (width, recipe.name, tokens)
-                assert y.isfinite().all(), (width, recipe.name, tokens)
-
-
-@check
 def the_module_trains_as_one_rank_does(mesh: DeviceMesh) -> None:
     """Two steps of `nn.MoE`; every rank holds its experts, the rest is replicated.
 
@@ -642,6 +627,20 @@ def one_two_and_eight_ranks_have_the_bits_of_one(mesh: DeviceMesh) -> None:
         tokens_have_the_gradients_of_one_rank(part["expert"])
 
 
+def passes_without_tokens_run_at_every_width(mesh: DeviceMesh) -> None:
+    """Codes, scales and choices travel as bytes: with no row, or one in all, their strides divide nothing."""
+    for width in (32, 96, 2880):
+        for recipe in (FP8Block, MXFP8):
+            options: dict[str, Any] = {"process_group": mesh.get_group(), "recipe": recipe, "dtype": torch.bfloat16}
+            module = nn.MoE(width, 32, E, 1, **options).to(mesh.device_type)
+            for tokens in (0, int(mesh.get_local_rank() == 0)):  # on all ranks together
+                x = torch.ones(tokens, width, device=mesh.device_type, dtype=torch.bfloat16, requires_grad=True)
+                y, _ = module(x)
+                y.sum().backward()
+                assert y.shape == x.shape, (width, recipe.name, tokens)
+                assert y.isfinite().all(), (width, recipe.name, tokens)
+
+
 def one_rank_stays_away(mesh: DeviceMesh) -> None:
     """A check that fails."""
     if mesh.get_rank() == 1:
@@ -654,7 +653,14 @@ def one_rank_stays_away(mesh: DeviceMesh) -> None:
     )
 
 
-BY_NAME: Checks = {each.__name__: each for each in (one_two_and_eight_ranks_have_the_bits_of_one, one_rank_stays_away)}
+BY_NAME: Checks = {
+    each.__name__: each
+    for each in (
+        one_two_and_eight_ranks_have_the_bits_of_one,
+        passes_without_tokens_run_at_every_width,
+        one_rank_stays_away,
+    )
+}
 PROGRAM = partial(main, __doc__, CHECKS, RANKS, BY_NAME)
 
 if __name__ == "__main__":

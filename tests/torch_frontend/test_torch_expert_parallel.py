@@ -50,6 +50,13 @@ def test_one_two_and_eight_ranks(program: Program) -> None:
 
 
 @pytest.mark.rule("LYR-11")
+def test_one_rank_without_tokens(program: Program) -> None:
+    name = "passes_without_tokens_run_at_every_width"
+    status, printed = program("expert_parallel_checks", "--ranks", "1", "--checks", name, timeout=120)
+    assert status == 0, printed
+
+
+@pytest.mark.rule("LYR-11")
 def test_a_rank_that_stays_away_is_an_error_soon(program: Program) -> None:
     name = "one_rank_stays_away"
     status, printed = program("expert_parallel_checks", "--ranks", "2", "--checks", name, "--timeout", "4", timeout=300)
