@@ -489,8 +489,7 @@ class MoE(nn.Module):
         if self.shared_dim is None:
             return None
         same = ("activation", "dtype", "param_dtype", "kernel_init", "recipe", *_layer_options.LORA, "deterministic")
-        options = {name: getattr(self, name) for name in same}
-        of_one = {name: _layer_options.along_one(getattr(self, name), 0) for name in ("wi_metadata", "wo_metadata")}
-        options |= {name: FrozenDict(metadata) for name, metadata in of_one.items()}
-        gate = (self.shared_gate, self.router_init, FrozenDict(_layer_options.along_one(self.router_metadata, 1)))
+        options: dict[str, Any] = {name: getattr(self, name) for name in same}
+        options |= {name: _layer_options.along_one(getattr(self, name), 0) for name in ("wi_metadata", "wo_metadata")}
+        gate = (self.shared_gate, self.router_init, _layer_options.along_one(self.router_metadata, 1))
         return _Shared(self.hidden, self.shared_dim, *gate, **options, name="shared")(x)

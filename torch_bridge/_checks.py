@@ -42,6 +42,10 @@ def check_readable(name: str, value: Any, x: Tensor) -> None:
     check_memory(name, value)
 
 
+NEGATED = "a lazily negated view, expected a tensor whose memory has its signs; call `.resolve_neg()`."
+"""What `is_neg` is refused with. Dynamo cannot trace that question."""
+
+
 def _check_local(name: str, value: Tensor) -> None:
     if is_distributed(value):
         raise ValueError(
@@ -54,9 +58,7 @@ def check_layout(name: str, value: Tensor) -> None:
     _check_local(name, value)
     if value.layout is torch.strided and not value.is_nested and not value.is_quantized:
         if not is_compiling() and value.is_neg():
-            raise ValueError(
-                f"`{name}`: a lazily negated view, expected a tensor whose memory has its signs; call `.resolve_neg()`."
-            )
+            raise ValueError(f"`{name}`: {NEGATED}")
         return
     came = "nested" if value.is_nested else "quantised" if value.is_quantized else f"layout {value.layout}"
     raise ValueError(f"`{name}`: {came}, expected a plain dense tensor; convert it, e.g. with `.to_dense()`.")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grouped_core.formats import WIDE
 from torch_bridge._args import check_apart
-from torch_bridge._checks import address, distributed_like, is_distributed, local
+from torch_bridge._checks import NEGATED, address, distributed_like, is_distributed, local
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import Places, are_apart, places_apart
 from torch_bridge._tensors import dtype_name, note_written
@@ -61,11 +61,8 @@ def destination(weight: Any, name: str) -> Tensor:
             f"`main_grad` of `{name}`: {_facts(found)}, expected it on {weight.device} with its weight; "
             "allocate it there."
         )
-    if not is_compiling() and found.is_neg():  # a question that Dynamo cannot trace
-        raise RuntimeError(
-            f"`main_grad` of `{name}`: a lazily negated view, expected a tensor whose memory has its signs; call "
-            "`.resolve_neg()`."
-        )
+    if not is_compiling() and found.is_neg():
+        raise RuntimeError(f"`main_grad` of `{name}`: {NEGATED}")
     if dtype_name(found.dtype) not in WIDE:
         raise RuntimeError(
             f"`main_grad` of `{name}`: {_facts(found)}, expected one of {', '.join(WIDE)}; allocate it in one of them."
