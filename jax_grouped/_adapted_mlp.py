@@ -24,7 +24,16 @@ from jax_grouped import _accumulators as accumulate
 from jax_grouped._arguments import as_operand_spec
 from jax_grouped._mlp_arguments import Operands, on_device, specs_of
 from jax_grouped._mlp_gradients import both_extras, came_back, to_wait
-from jax_grouped._nodes import cotangent_of, has_gradient, master_dtype, merged_state, named, target_of, value_of
+from jax_grouped._nodes import (
+    NamingRunner,
+    cotangent_of,
+    has_gradient,
+    master_dtype,
+    merged_state,
+    named,
+    target_of,
+    value_of,
+)
 from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
 
 OPTIONS = ("lora", "lora_scaling", "lora_dropout", "lora_key", "lora_wgrad_accum")
@@ -227,11 +236,11 @@ def _save(static: Adapted, asked: LoraMlpNeeds, *primals: Any) -> tuple[Any, _Sa
     needs = _needs(op, adapters, o, asked)
     has = [each is not None for each in (o.probs, o.wi_bias, o.wo_bias)]
     keep = lora_mlp.kept(op, adapters, needs, *has)
-    x = value_of(o.x)
+    x, name = value_of(o.x), op.residuals.name("grouped_x")
     if keep.base.x:
-        x = named(x, op.residuals.name("grouped_x"))
-    operands = _rule_operands(op, o, x)
-    found = lora_mlp.forward(RUN, op, adapters, factors, key, operands, needs=needs, extras=both_extras(o.bound))
+        x = named(x, name)
+    run, operands, extras = NamingRunner(x, name), _rule_operands(op, o, x), both_extras(o.bound)
+    found = lora_mlp.forward(run, op, adapters, factors, key, operands, needs=needs, extras=extras)
     base = found.base
     for product, accum in zip(lora_mlp.products(op, adapters), accums, strict=True):
         if accum is not None and product is not None:

@@ -22,8 +22,8 @@ from jax_grouped import _accumulators as accumulate
 from jax_grouped import _adapted_mlp
 from jax_grouped._mlp_arguments import Operands, into_refs, on_device, prepare, specs_of
 from jax_grouped._mlp_gradients import MlpResiduals, backward, both_extras, grouped_mlp_bwd_dw, like, members, to_wait
-from jax_grouped._nodes import cotangent_of, has_gradient, master_dtype, named, target_of, value_of
-from jax_grouped._run import RUN, differentiable, varying_axes
+from jax_grouped._nodes import NamingRunner, cotangent_of, has_gradient, master_dtype, named, target_of, value_of
+from jax_grouped._run import RUN, JaxRunner, differentiable, varying_axes
 from jax_grouped.ops import Take
 
 
@@ -58,18 +58,18 @@ class _Forward(NamedTuple):
     order: Any = None
 
 
-def _run_rules(op: Mlp, o: Operands, needs: MlpNeeds, x: Any) -> _Forward:
+def _run_rules(run: JaxRunner, op: Mlp, o: Operands, needs: MlpNeeds, x: Any) -> _Forward:
     wi, wo, how = in_form(op.fc1(), value_of(o.wi)), value_of(o.wo), {"needs": needs, "extras": both_extras(o.bound)}
     if op.keeps_rows:
-        return _Forward(*rules.mlp(RUN, op, x, wi, wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out, **how))
+        return _Forward(*rules.mlp(run, op, x, wi, wo, o.sizes, o.probs, o.wi_bias, o.wo_bias, o.out, **how))
     operands = (x, o.sizes, o.probs, wi, wo, o.tokens, o.wi_bias, o.wo_bias, o.out)
-    found = routed.forward(RUN, op, *operands, **how)
+    found = routed.forward(run, op, *operands, **how)
     return _Forward(found.y, x, found.h, found.z, found.wi, found.wo, found.amax, found.order)
 
 
 def _value(op: Mlp, *operands: Any) -> Any:
     o = Operands(*operands)
-    return _run_rules(op, o, NO_NEEDS, value_of(o.x)).y
+    return _run_rules(RUN, op, o, NO_NEEDS, value_of(o.x)).y
 
 
 def save(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: Operands) -> tuple[Any, MlpResiduals]:
@@ -78,8 +78,9 @@ def save(op: Mlp, needs: MlpNeeds, parts: tuple[int, ...], o: Operands) -> tuple
     needs = restrict(needs, specs)
     keep = kept(op, needs, o.probs is not None, o.wi_bias is not None, o.wo_bias is not None)
     # Named before it is used: a policy that saves it then avoids recomputing it.
-    x = named(value_of(o.x), op.residuals.name("grouped_x")) if keep.x else value_of(o.x)
-    found = _run_rules(op, o, needs, x)
+    name = op.residuals.name("grouped_x")
+    x = named(value_of(o.x), name) if keep.x else value_of(o.x)
+    found = _run_rules(NamingRunner(x, name), op, o, needs, x)
     sizes, probs, order = o.sizes, o.probs if keep.probs else None, found.order
     if order is not None:
         sizes, probs = order.sizes, None

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grouped_core import calls, scaling
+from grouped_core.calls import Call
 from grouped_core.formats import QTensor
 from grouped_core.gradients import Amaxes
 from grouped_core.quantizing import Extras
 from grouped_core.recipes import BoundRecipe
+from jax_grouped._run import JaxRunner
 from jax_grouped.quantize import StraightThrough, merged, scales_of
 
 
@@ -64,8 +68,44 @@ def named(operand: Any, name: str) -> Any:
     if not isinstance(operand, QTensor):
         return None if operand is None else checkpoint_name(operand, name)
     scales, group_scales = (
-        None if each is None else checkpoint_name(each, f"{name}_scale")
-        for each in (operand.scales, operand.group_scales)
+        None if each is None else _named_bits(each, f"{name}_scale") for each in (operand.scales, operand.group_scales)
     )
-    values = checkpoint_name(operand.values, f"{name}_q")
+    values = _named_bits(operand.values, f"{name}_q")
     return replace(operand, values=values, scales=scales, group_scales=group_scales)
+
+
+def _named_bits(array: jax.Array, name: str) -> jax.Array:
+    """Codes or scales with a name, which floats of 8 bits get as integers.
+
+    NOTE: `jax.checkpoint` rounds a float that it saves and forward reads too, with `reduce_precision` to the bits that
+    `finfo` counts (JAX 0.10 and 0.11). That has the range of IEEE: of float8_e4m3fn it would make all beyond 240 NaN.
+    """
+    if array.dtype.itemsize > 1 or not jnp.issubdtype(array.dtype, jnp.floating):
+        return checkpoint_name(array, name)
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(array, jnp.uint8), name)
+    return jax.lax.bitcast_convert_type(bits, array.dtype)
+
+
+class NamingRunner(JaxRunner):
+    """Names all that a pass makes of `rows`, both forms and the amax, as `named` names a quantised operand.
+
+    The products of a forward read a form that its backward does not read. A policy that saves one form and computes the
+    product again has to save the other one too, or the pass runs again for it and makes both.
+
+    Args:
+        rows: passes that gather from it are not named: what they make is larger than `rows`.
+    """
+
+    def __init__(self, rows: Any, name: str) -> None:
+        self._rows, self._name = rows, name
+
+    def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """As `JaxRunner`."""
+        made = super().__call__(call, arrays)
+        operands = dict(zip(calls.SLOTS[call.name], arrays, strict=True))
+        if call.name != "quantize" or operands["source"] is not self._rows or operands["places"] is not None:
+            return made
+        return tuple(
+            None if each is None else _named_bits(each, f"{self._name}_{'q' if 'values' in slot else 'scale'}")
+            for slot, each in zip(calls.RESULTS[call.name], made, strict=True)
+        )

@@ -38,9 +38,8 @@ def save_gemms() -> Policy:
 def save_quantized() -> Policy:
     """Saves codes and scales, which backward then does not make again, and no array in 16 bits or more.
 
-    This helps around `ragged_dot` and linear layers. An MLP multiplies its first product again, for the hidden rows,
-    and needs the codes of x and of both weights once more, in another form than the one that backward saved; one launch
-    makes both, so that nothing is left out there.
+    An MLP multiplies its first product again for the hidden rows, so the form of x that this product reads is saved
+    beside the one that backward reads. Codes of weights are made again.
     """
     return jax.checkpoint_policies.save_only_these_names(*(each for name in ROW_NAMES for each in _quantized(name)))
 

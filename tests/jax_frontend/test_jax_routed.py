@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -303,6 +304,35 @@ def test_a_saved_quantised_pair_is_not_quantised_again() -> None:
         return in_backward(run, policy, w).count("name='quantize'")
 
     assert passes(checkpoint_policies.save_quantized()) < passes(jax_policies.nothing_saveable)
+
+
+@pytest.mark.rule("OFF-8")
+@pytest.mark.parametrize("adapted", [False, True], ids=["weights", "lora"])
+@pytest.mark.parametrize("recipe", [FP8Block, MXFP8, FP8Current, FP8Delayed], ids=lambda each: each.name)
+def test_an_mlp_that_saves_codes_quantises_no_rows_again(recipe: Any, adapted: bool) -> None:
+    shapes = {"x": (64, 128), "wi": (2, 128, 256), "wo": (2, 128, 128)}
+    given = {name: jnp.asarray(draw(*shape, seed=name), "bfloat16") for name, shape in shapes.items()}
+    sizes = jnp.array([40, 24], jnp.int32)
+    state = jax_grouped.scaling_state(recipe, 2, products=2) if recipe.delayed else None
+    options: dict[str, Any] = {"recipe": recipe.bind(state)}
+    if adapted:
+        factors = (jnp.asarray(draw(*shape, seed="lora"), "bfloat16") for shape in ((2, 128, 16), (2, 16, 256)))
+        options["lora"] = (tuple(factors), None)
+
+    def gradients(policy: Any) -> Any:
+        run = jax.checkpoint(lambda a: grouped_mlp(a["x"], a["wi"], a["wo"], sizes, **options), policy=policy)
+        wanted = {"x": given["x"]} if adapted else given
+        return jax.jit(jax.grad(lambda a: run(given | a).astype(jnp.float32).sum())), wanted
+
+    def passes(policy: Any) -> int:
+        gradient, wanted = gradients(policy)
+        rows = r"name='quantize', inputs=\(ArraySpec\(shape=\(\d+, \d+\)"
+        return len(re.findall(rows, str(gradient.trace(wanted).jaxpr)))
+
+    quantized, nothing = checkpoint_policies.save_quantized(), jax_policies.nothing_saveable
+    assert passes(quantized) == passes(nothing) - 1
+    (gradient, wanted), (again, _) = gradients(quantized), gradients(nothing)
+    same(gradient(wanted), again(wanted))
 
 
 @pytest.mark.rule("OFF-7", "OFF-8")
