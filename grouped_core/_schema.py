@@ -435,6 +435,16 @@ CALLS: dict[str, tuple[dict[str, str], dict[str, str], dict[str, int | float | s
         {"result": "[T, E] float32"},
         {"score": "softmax", "after_topk": 0, "normalize": 0, "scale": 1.0},
     ),
+    "chosen_softmax_grad": (
+        {
+            "weights": "[T, k] float32",
+            "experts": "[T, k] int32",
+            "kept": "optional [T, k] int32",
+            "d_weights": "[T, k] float32",
+        },
+        {"result": "[T, E] float32"},
+        {"scale": 1.0},
+    ),
     "router_losses": (
         {
             "prob_sums": "[S, E] float32",

@@ -189,6 +189,19 @@ def _router_grad(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     results["result"][...] = np.where(masked[:, None], 0.0, of_logits)
 
 
+def _chosen_softmax_grad(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
+    experts, (tokens, count) = np.asarray(o["experts"], np.int64), results["result"].shape
+    inside, scale = (experts >= 0) & (experts < count), o["weights"].dtype.type(p["scale"])
+    counts = inside if o["kept"] is None else inside & (np.asarray(o["kept"]) >= 0)
+    shares, gradients = np.where(inside, o["weights"] / scale, 0), np.where(counts, o["d_weights"], 0)
+    mean = np.zeros_like(gradients[:, 0])
+    for product in (gradients * shares).T:
+        mean = mean + product
+    of_logits = shares * (scale * (gradients - mean[:, None]))
+    results["result"][...] = 0
+    np.add.at(results["result"], (np.arange(tokens)[:, None], np.where(inside, experts, 0)), of_logits)
+
+
 def _router_losses(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     squares, entropy, tokens = np.asarray(o["stat_sums"]).T
     experts, all_tokens = o["counts"].shape[1], max(tokens.sum(), 1.0)
@@ -480,6 +493,7 @@ _MEANING: dict[str, Callable[[Arrays, Mapping[str, Any], Arrays], None]] = {
     "router": _router,
     "router_sums": _router_sums,
     "router_grad": _router_grad,
+    "chosen_softmax_grad": _chosen_softmax_grad,
     "router_losses": _router_losses,
     "count_experts": _count_experts,
     "drop_slots": _drop_slots,
@@ -504,6 +518,7 @@ CALLS = tuple(_MEANING)
 EXACT = (
     *("jitter", "count_experts", "drop_slots", "sort_slots", "pad_groups", "gather_rows", "combine_rows"),
     *("send_order", "rank_slots", "row_slots", "hash_experts", "bias_update", "split_parts", "sum_parts"),
+    "chosen_softmax_grad",
 )
 """Calls whose bits are guaranteed."""
 

@@ -28,7 +28,8 @@ class Chosen(NamedTuple):
 
     Attributes:
         load: int32 [1, E], slots that chose each expert, dropped ones too. dropped: int32 [1], None without a capacity.
-        logits: float32 [T, E] as scores were made from. first: the choice before slots were dropped.
+        first: the choice before slots were dropped. read: float32, what the gradient of the logits reads besides it:
+            the logits [T, E] as scores were made from, or the weights [T, k] of `first` (`Router.reads_logits`).
     """
 
     weights: Array
@@ -36,8 +37,8 @@ class Chosen(NamedTuple):
     load: Array
     dropped: Array | None
     sums: Sums
-    logits: Array
     first: Array
+    read: Array
 
 
 class Losses(NamedTuple):
@@ -87,11 +88,12 @@ def choose(
     call = routing_calls.router_sums(spec, run.spec(first), run.spec(sizes), op.scores.score, mask_spec)
     sums = Sums(*run(call, call.arrange(logits=logits, experts=first, mask=mask, sequence_sizes=sizes)))
     load = sums.counts if sequence_sizes is None else _count(run, first, tokens, count)
+    read = logits if op.reads_logits else weights
     capacity, dropped, kept = op.capacity(spec.shape[0], count), None, first
     if capacity is not None:
         call = routing_calls.drop_slots(run.spec(first), count, capacity, by_weight=op.drop == "probs")
         kept, weights, dropped = run(call, call.arrange(experts=first, weights=weights))
-    return Chosen(weights, kept, load, dropped, sums, logits, first)
+    return Chosen(weights, kept, load, dropped, sums, first, read)
 
 
 def _spec(run: Runner, array: Array | None) -> ArraySpec | None:
@@ -120,26 +122,33 @@ def losses(run: Runner, op: Router, sums: Sums, dropped: Array | None = None) ->
 def router_grad(
     run: Runner,
     op: Router,
-    logits: Array,
+    read: Array,
     first: Array,
     kept: Array,
     found: Losses | None,
     tokens: Array,
     d_weights: Array | None,
     d_losses: Array | None,
-    dtype: str,
+    logits: ArraySpec,
     *,
     mask: Array | None = None,
     key: Array | None = None,
     sequence_sizes: Array | None = None,
 ) -> Array:
-    """[T, E] in `dtype`: the gradient of the logits.
+    """The gradient of the logits, as `logits` says.
 
     Args:
-        logits, first: of `Chosen`; kept: its experts. found: None where the losses have no gradient.
+        read, first: of `Chosen`; kept: its experts. found: None where the losses have no gradient.
         d_weights: [T, k] float32. d_losses: float32 [2], of the auxiliary and the z-loss.
     """
-    given = {"logits": logits, "experts": first, "mask": mask, "d_weights": d_weights}
+    if not op.reads_logits:
+        given = {"weights": read, "experts": first, "d_weights": d_weights}
+        if op.capacity_factor is not None:
+            given["kept"] = kept
+        of_kept = _spec(run, given.get("kept"))
+        call = routing_calls.chosen_softmax_grad(run.spec(read), logits.shape[1], op.scores.scale, of_kept)
+        return _of_logits(run, op, run(call, call.arrange(**given))[0], logits, key)
+    given = {"logits": read, "experts": first, "mask": mask, "d_weights": d_weights}
     sequences = None
     if op.capacity_factor is not None:
         given["kept"] = kept
@@ -147,7 +156,7 @@ def router_grad(
         sequences = tokens if sequence_sizes is None else sequence_sizes
         given |= {"sequence_sizes": sequences, "slopes": found.slopes, "z_slope": found.z_slope, "d_losses": d_losses}
     call = routing_calls.router_grad(
-        run.spec(logits),
+        run.spec(read),
         op.k,
         op.scores,
         mask=_spec(run, mask),
@@ -155,8 +164,12 @@ def router_grad(
         weights=d_weights is not None,
         sequence_sizes=_spec(run, sequences),
     )
-    (result,) = run(call, call.arrange(**given))
-    return run.cast(_jitter(run, op, result, key) if op.jitter else result, dtype)
+    return _of_logits(run, op, run(call, call.arrange(**given))[0], logits, key)
+
+
+def _of_logits(run: Runner, op: Router, gradient: Array, logits: ArraySpec, key: Array | None) -> Array:
+    """The gradient of the logits, given that of the jittered ones."""
+    return run.cast(_jitter(run, op, gradient, key) if op.jitter else gradient, logits.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -132,6 +132,13 @@ def router_grad(
 
 
 @lru_cache(maxsize=1024)
+def chosen_softmax_grad(weights: ArraySpec, experts: int, scale: float, kept: ArraySpec | None = None) -> Call:
+    """[T, E]: the gradient of the logits, of weights [T, k] that are `scale` times the softmax over chosen experts."""
+    operands: dict[str, Given] = {"weights": weights, "experts": True, "kept": kept, "d_weights": True}
+    return new_call("chosen_softmax_grad", operands, params={"scale": float(scale)}, lengths={"E": experts})
+
+
+@lru_cache(maxsize=1024)
 def router_losses(prob_sums: ArraySpec, slots: int, aux_coeff: float, z_coeff: float, *, dropped: bool = False) -> Call:
     """Losses [3] (auxiliary, z, entropy), slopes [S, E] and z_slope [1] from sums over sequences; and how many slots
     were dropped, int32 [1], 0 without `dropped`, and whether any was, uint8 [1].

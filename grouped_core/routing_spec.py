@@ -53,6 +53,14 @@ class Router:
     aux_coeff: float
     z_coeff: float
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the gradient of the logits reads them. That of weights which are a softmax over the chosen experts
+        follows from the weights.
+        """
+        of_chosen = self.scores.score == "softmax" and (self.scores.after_topk or self.scores.normalize)
+        return not of_chosen or self.scores.scale == 0 or self.aux_coeff != 0 or self.z_coeff != 0
+
     def capacity(self, tokens: int, experts: int) -> int | None:
         """Slots per expert; None: as many as there are."""
         if self.capacity_factor is None:

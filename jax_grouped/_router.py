@@ -12,7 +12,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jaxtyping import Array
 
 from grouped_core import routing as rules
-from grouped_core.calls import spec_of
+from grouped_core.calls import ArraySpec, spec_of
 from grouped_core.routing_spec import Router
 from jax_grouped._arguments import one_group
 from jax_grouped._run import RUN, nonzero, reduce_to, varying_axes
@@ -49,21 +49,21 @@ class Routed(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["logits", "first", "kept", "losses", "mask", "key", "sequence_sizes"],
-    meta_fields=["dtype", "varying"],
+    data_fields=["read", "first", "kept", "losses", "mask", "key", "sequence_sizes"],
+    meta_fields=["logits", "varying"],
 )
 @dataclass(frozen=True)
 class _Saved:
-    """What the router saves for its backward; `losses` is None where they are constants."""
+    """What the router saves for its backward (`routing.Chosen`); `losses` is None where they are constants."""
 
-    logits: Any
+    read: Any
     first: Any
     kept: Any
     losses: Any
     mask: Any
     key: Any
     sequence_sizes: Any
-    dtype: str
+    logits: ArraySpec
     varying: frozenset[str]
 
 
@@ -95,14 +95,14 @@ def _route_fwd(options: Options, logits: Any, given: Given) -> tuple[Routed, _Sa
         return found, None
     op = options.router
     return found, _Saved(
-        logits=chosen.logits,
+        read=chosen.read,
         first=chosen.first,
         kept=chosen.experts if op.capacity_factor is not None else None,
         losses=losses._replace(lost=None, overflow=None) if op.aux_coeff or op.z_coeff else None,
         mask=given.mask,
         key=given.key,
         sequence_sizes=given.sequence_sizes,
-        dtype=spec_of(logits).dtype,
+        logits=spec_of(logits),
         varying=varying_axes(logits),
     )
 
@@ -120,14 +120,14 @@ def _route_bwd(options: Options, saved: _Saved | None, cotangents: Routed) -> tu
     d_logits = rules.router_grad(
         RUN,
         options.router,
-        saved.logits,
+        saved.read,
         saved.first,
         saved.kept,
         saved.losses,
-        one_group(saved.logits.shape[0]),
+        one_group(saved.read.shape[0]),
         d_weights,
         d_losses,
-        saved.dtype,
+        saved.logits,
         mask=saved.mask,
         key=saved.key,
         sequence_sizes=saved.sequence_sizes,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grouped_core import routing
+from grouped_core.calls import ArraySpec
 from grouped_core.routing_calls import GroupLimit, Scores
 from grouped_core.routing_spec import Router, row_count
 from torch_bridge import _saved
@@ -80,7 +81,7 @@ def _router_rule(run: Any, static: RouterFacts, o: RouterOperands) -> tuple[Any,
     bias = None if o.bias is None else run.cast(o.bias, "float32")
     options = {"mask": o.mask, "experts": o.experts, "key": o.key, "sequence_sizes": o.sequence_sizes}
     found = routing.choose(run, static.op, o.logits, o.tokens, bias=bias, **options)
-    chosen = (found.weights, found.experts, found.load, found.logits, found.first)
+    chosen = (found.weights, found.experts, found.load, found.first, found.read)
     if static.alone:
         return (*chosen, None, None, None, None, *routing.losses(run, static.op, found.sums, found.dropped))
     return (*chosen, *found.sums, found.dropped, None, None, None, None, None)
@@ -115,16 +116,17 @@ _LOSSES = define("router_losses", _losses_rule, LossOperands, LossFacts)
 
 
 class RouterGradFacts(NamedTuple):
-    """Static facts of the gradient; `dtype`: that of the logits."""
+    """Static facts of the gradient; `experts` and `dtype`: those of the logits."""
 
     op: Router
+    experts: int
     dtype: str
 
 
 class RouterGradOperands(NamedTuple):
-    """Operands of the gradient; `logits` as scores were made from, `first` the choice before slots were dropped."""
+    """Operands of the gradient; `read` and `first` are those of `routing.Chosen`."""
 
-    logits: Any
+    read: Any
     first: Any
     kept: Any
     slopes: Any
@@ -139,9 +141,10 @@ class RouterGradOperands(NamedTuple):
 
 def _router_grad_rule(run: Any, static: RouterGradFacts, o: RouterGradOperands) -> tuple[Any]:
     found = None if o.d_losses is None else routing.Losses(None, o.slopes, o.z_slope, None, None)
-    operands = (o.logits, o.first, o.kept, found, o.tokens, o.d_weights, o.d_losses)
+    logits = ArraySpec((run.spec(o.read).shape[0], static.experts), static.dtype)
+    operands = (o.read, o.first, o.kept, found, o.tokens, o.d_weights, o.d_losses, logits)
     options = {"mask": o.mask, "key": o.key, "sequence_sizes": o.sequence_sizes}
-    return (routing.router_grad(run, static.op, *operands, static.dtype, **options),)
+    return (routing.router_grad(run, static.op, *operands, **options),)
 
 
 _ROUTER_GRAD = define(
@@ -149,7 +152,7 @@ _ROUTER_GRAD = define(
     _router_grad_rule,
     RouterGradOperands,
     RouterGradFacts,
-    rows=("logits", "first", "kept", "mask", "d_weights"),
+    rows=("read", "first", "kept", "mask", "d_weights"),
 )
 
 
@@ -170,8 +173,8 @@ class _Chosen(NamedTuple):
     """The results, and what backward reads."""
 
     routed: Routed
-    logits: Tensor
     first: Tensor
+    read: Tensor
     slopes: Tensor
     z_slope: Tensor
 
@@ -185,7 +188,7 @@ def choose(op: Router, group: str | None, o: RouterOperands) -> Routed:
 
 def _chosen(op: Router, group: str | None, o: RouterOperands) -> _Chosen:
     found = call(_ROUTER, RouterFacts(op, group is None), o, o.logits.shape[0])
-    weights, experts, load, logits, first, *rest = found
+    weights, experts, load, first, read, *rest = found
     sums, dropped, of_losses = rest[:3], rest[3], rest[4:]
     if group is not None:
         probs, stats = summed(group, sums[0], sums[2])
@@ -196,11 +199,11 @@ def _chosen(op: Router, group: str | None, o: RouterOperands) -> _Chosen:
     flag = overflow != 0 if is_compiling() else overflow.view(torch.bool)  # inductor of PyTorch 2.11 has no such view
     metrics = (aux_loss, z_loss, entropy, lost.reshape(()), flag.reshape(()))
     routed = Routed(weights, experts, load.reshape(-1), *metrics)
-    return _Chosen(routed, logits, first, slopes, z_slope)
+    return _Chosen(routed, first, read, slopes, z_slope)
 
 
 class _Router(torch.autograd.Function):
-    """Saves the logits [T, E], the choice [T, k] and the slopes of the losses [S, E]."""
+    """Saves the choice [T, k], the logits [T, E] or the weights [T, k], and the slopes of the losses [S, E]."""
 
     @staticmethod
     def forward(ctx: Any, op: Router, group: str | None, *operands: Any) -> tuple[Tensor, ...]:
@@ -208,12 +211,10 @@ class _Router(torch.autograd.Function):
         o = RouterOperands(*operands)
         found = _chosen(op, group, o)
         routed = found.routed
-        ctx.facts = RouterGradFacts(op, dtype_name(o.logits.dtype))
+        ctx.facts = RouterGradFacts(op, o.logits.shape[1], dtype_name(o.logits.dtype))
         kept = None if op.capacity_factor is None else routed.experts
-        save(
-            *(ctx, found.logits, found.first, kept, found.slopes, found.z_slope),
-            *(o.tokens, o.mask, o.key, o.sequence_sizes),
-        )
+        slopes = (found.slopes, found.z_slope) if op.reads_logits else (None, None)
+        save(ctx, found.read, found.first, kept, *slopes, o.tokens, o.mask, o.key, o.sequence_sizes)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(routed.experts, routed.load, routed.entropy, routed.dropped, routed.overflow)
         return tuple(routed)
@@ -229,6 +230,8 @@ def _router_backward(
     ctx: Any, d_weights: Tensor | None, d_aux_loss: Tensor | None, d_z_loss: Tensor | None
 ) -> Gradients:
     nothing = [None] * len(RouterOperands._fields)
+    if not ctx.facts.op.reads_logits:
+        d_aux_loss = d_z_loss = None  # the losses are constants
     if d_weights is None and d_aux_loss is None and d_z_loss is None:
         return (None, None, *nothing)
     saved = ctx.saved_tensors

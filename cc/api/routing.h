@@ -149,6 +149,27 @@ struct RouterGrad {
   }
 };
 
+// The gradient of logits of which weights are `scale` times the softmax over the chosen experts, by whatever rule the
+// router found them: that of RouterGrad without losses, from the weights [T, k] and without the logits.
+struct ChosenSoftmaxGrad {
+  static constexpr const char* kName = "chosen_softmax_grad";
+  TensorView weights;  // as the router gave them, before slots were dropped
+  TensorView experts;  // likewise
+  TensorView kept;     // negative where a slot was dropped, whose weight has no gradient then
+  TensorView d_weights, result;
+  float scale = 1;
+
+  template <class Visitor>
+  void visit(Visitor&& v) {
+    v.input("weights", weights, "[T, k] float32");
+    v.input("experts", experts, "[T, k] int32");
+    v.optional("kept", kept, "[T, k] int32");
+    v.input("d_weights", d_weights, "[T, k] float32");
+    v.output("result", result, "[T, E] float32");
+    v.param("scale", scale);
+  }
+};
+
 // Losses and what their gradients need. With P, C, Z, H, n the sums over a sequence of probs, counts, squared
 // logsumexp, entropy and tokens, k = slots per token, R the number of sequences with tokens:
 //   losses[0] = aux_coeff / R * sum over s of E / (k n_s^2) * sum over e of P_se C_se     losses[1] = z_coeff Z / n
@@ -516,6 +537,7 @@ struct SumParts {
   X(Router)                      \
   X(RouterSums)                  \
   X(RouterGrad)                  \
+  X(ChosenSoftmaxGrad)           \
   X(RouterLosses)                \
   X(CountExperts)                \
   X(DropSlots)                   \

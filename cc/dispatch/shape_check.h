@@ -25,6 +25,7 @@ using Dims = std::initializer_list<int64_t>;
   X(Router)                         \
   X(RouterSums)                     \
   X(RouterGrad)                     \
+  X(ChosenSoftmaxGrad)              \
   X(DropSlots)                      \
   X(SendOrder)                      \
   X(RankSlots)                      \

@@ -71,6 +71,11 @@ void own_rules(Check* check, const RouterGrad& call) {
   score(check, call.scores);
 }
 
+void own_rules(Check* check, const ChosenSoftmaxGrad& call) {
+  chosen(check, call.experts, call.result.dims[1]);
+  check->require(call.scale != 0.0f, [] { return "scale: 0, expected another factor, by which weights are divided"; });
+}
+
 void own_rules(Check* check, const DropSlots& call) {
   check->require(call.num_experts <= kMostGroups,
                  [] { return "num_experts: expected 1 to " + std::to_string(kMostGroups); });

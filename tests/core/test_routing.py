@@ -51,8 +51,10 @@ def total(
 @pytest.mark.rule("LYR-1", "LYR-3", "LYR-8")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("extras", ["plain", "mask", "sequences", "replay"])
-def test_gradients_of_logits_are_finite_differences(name, extras):
-    run, op = Oracle(exact=True), router_option(E, K, aux_coeff=0.3, z_coeff=0.2, **OPTIONS[name])
+@pytest.mark.parametrize("losses", [True, False], ids=["losses", "no losses"])
+def test_gradients_of_logits_are_finite_differences(name, extras, losses):
+    coefficients = {"aux_coeff": 0.3, "z_coeff": 0.2} if losses else {}
+    run, op = Oracle(exact=True), router_option(E, K, **coefficients, **OPTIONS[name])
     logits, d_weights, d_losses = normal(T, E, seed="logits"), normal(T, K, seed="dw"), np.array([1.3, -0.7])
     given: dict[str, Any] = {}
     if op.jitter:
@@ -68,7 +70,8 @@ def test_gradients_of_logits_are_finite_differences(name, extras):
     found = routing.losses(run, op, chosen.sums)
     keys = {name: given[name] for name in ("mask", "key", "sequence_sizes") if name in given}
     gradient = routing.router_grad(
-        *(run, op, chosen.logits, chosen.first, chosen.experts, found, tokens, d_weights, d_losses, "float64"), **keys
+        *(run, op, chosen.read, chosen.first, chosen.experts, found, tokens, d_weights, d_losses, run.spec(logits)),
+        **keys,
     )
     for at in itertools.product(range(T), range(E)):
         moved = []

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import jax_grouped
 from grouped_core import routing
+from grouped_core.calls import spec_of
 from grouped_core.routing_spec import router_option
 from jax_grouped import route
 from tests import asserts, bounds, cases
@@ -166,8 +167,8 @@ def by_the_rule(logits: Any, options: dict[str, Any], given: dict[str, Any], d_w
     chosen = routing.choose(run, op, logits, tokens, **given)
     found = routing.losses(run, op, chosen.sums)
     back = {name: given[name] for name in ("mask", "key", "sequence_sizes") if name in given}
-    saved = (chosen.logits, chosen.first, chosen.experts, found, tokens)
-    gradient = routing.router_grad(run, op, *saved, d_weights, D_LOSSES, "float32", **back)
+    saved = (chosen.read, chosen.first, chosen.experts, found, tokens)
+    gradient = routing.router_grad(run, op, *saved, d_weights, D_LOSSES, spec_of(logits), **back)
     dropped = 0 if chosen.dropped is None else int(chosen.dropped[0])
     return chosen.weights, chosen.experts, chosen.load[0], dropped, found.values, gradient
 
@@ -195,10 +196,12 @@ def extras(names: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.rule("ALL-1", "LYR-1", "LYR-3", "LYR-8", "LYR-15")
-@pytest.mark.matrix(name=tuple(OPTIONS), given=("plain", "bias mask", "sequences", "replay mask sequences"))
-def test_values_and_gradients_are_those_of_the_rule(name: str, given: str) -> None:
+@pytest.mark.matrix(
+    name=tuple(OPTIONS), given=("plain", "bias mask", "sequences", "replay mask sequences"), losses=(True, False)
+)
+def test_values_and_gradients_are_those_of_the_rule(name: str, given: str, losses: bool) -> None:
     logits, d_weights = draw(T, E, seed=name), draw(T, K, seed="dw")
-    options = OPTIONS[name] | {"aux_coeff": 0.3, "z_coeff": 0.2}
+    options = OPTIONS[name] | ({"aux_coeff": 0.3, "z_coeff": 0.2} if losses else {})
     public, own = extras(given)
     if "jitter" in options:
         public["key"], own["key"] = jnp.asarray(KEY), KEY
@@ -230,6 +233,18 @@ def test_only_what_has_a_gradient_is_computed() -> None:
     assert "router_grad" not in calls_of(lambda weights, experts, aux: aux.entropy)
     plain = jax.make_jaxpr(jax.grad(lambda s: s * route.topk_router(logits, K)[0].sum()))(1.0)
     assert "router_grad" not in str(plain), "the logits are constant"
+
+
+@pytest.mark.rule("LYR-1", "LYR-16")
+def test_logits_are_kept_only_where_their_gradient_reads_them() -> None:
+    def kept(**options: Any) -> set[tuple[int, ...]]:
+        _, back = jax.vjp(lambda z: route.topk_router(z, K, **options)[0], jnp.asarray(draw(T, E)))
+        return {each.shape for each in jax.tree.leaves(back)}
+
+    assert (T, E) in kept()
+    assert (T, E) in kept(after_topk=True, aux_coeff=0.1)
+    assert (T, E) not in kept(after_topk=True)
+    assert (T, E) not in kept(normalize=True, capacity_factor=0.75)
 
 
 @pytest.mark.rule("LYR-3")

@@ -186,6 +186,7 @@ def routed(experts: int, tokens: int, width: int, bins: int) -> Iterator[Call]:
     yield routing.router_sums(logits, chosen, sizes, "sigmoid", mask)
     yield routing.router_grad(logits, k, Scores("sqrt_softplus"), mask=mask, sequence_sizes=sizes)
     yield routing.router_grad(logits, k, Scores(after_topk=True), kept=chosen)
+    yield routing.chosen_softmax_grad(ArraySpec((40, k), "float32"), experts, 2.0)
     yield routing.router_losses(ArraySpec((2, experts), "float32"), k, 0.01, 0.001)
     yield routing.router_losses(ArraySpec((40, experts), "float32"), k, 0.01, 0.001, dropped=True)
     yield routing.count_experts(chosen, sizes, experts)

@@ -166,6 +166,21 @@ def test_gradients_of_logits(kernel, shape, scores, masked, of):
     run(kernel, routing.router_grad(spec_of(given["logits"]), k, scores, **options), **given)
 
 
+@pytest.mark.rule("LYR-1")
+@pytest.mark.matrix(kernel=kernels("chosen_softmax_grad"), shape=SHAPES, scale=(1.0, 2.5, -0.3), dropped=(False, True))
+def test_gradients_of_logits_from_weights(kernel, shape, scale, dropped):
+    tokens, experts, k = shape
+    powers, chosen = np.exp(draw(tokens, k)), slots(tokens, k, experts, "grad", 0.1)
+    powers[chosen < 0] = 0
+    weights = np.float32(scale) * powers / np.maximum(powers.sum(axis=1, keepdims=True), np.float32(1e-20))
+    given = {"weights": weights.astype(np.float32), "experts": chosen, "d_weights": draw(tokens, k, seed="dw")}
+    given["weights"][chosen < 0] = np.nan  # is not read
+    if dropped:
+        given["kept"] = np.where(slots(tokens, k, experts, "kept", 0.3) < 0, -1, chosen).astype(np.int32)
+    of_kept = spec_of(given["kept"]) if dropped else None
+    run(kernel, routing.chosen_softmax_grad(spec_of(weights), experts, scale, of_kept), **given)
+
+
 def sizes_of(sequences: str, tokens: int) -> NDArray[np.int32]:
     """Sizes of sequences: one of all tokens, few with an empty one and a rest, or more than there are tokens."""
     if sequences == "one":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grouped_core import reference_routing, routing
 from grouped_core.arrays import ArrayRunner
-from grouped_core.calls import MAX_ROWS
+from grouped_core.calls import MAX_ROWS, spec_of
 from grouped_core.routing import Chosen, Losses, Sums
 from grouped_core.routing_spec import Router, router_option
 from tests import bounds, cases
@@ -84,8 +84,8 @@ class Rules:
         """The gradient of the logits."""
         slopes = np.array(d_losses, np.float32)
         given = {name: self.given.get(name) for name in ("mask", "key", "sequence_sizes")}
-        operands = (chosen.logits, chosen.first, chosen.experts, losses, TOKENS, d_weights, slopes)
-        return routing.router_grad(self.run, self.op, *operands, self.logits.dtype.name, **given)
+        operands = (chosen.read, chosen.first, chosen.experts, losses, TOKENS, d_weights, slopes, spec_of(self.logits))
+        return routing.router_grad(self.run, self.op, *operands, **given)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -466,6 +466,13 @@ def test_only_what_gradients_read_is_saved() -> None:
     with saved_tensors() as kept:
         route.topk_router(leaf(logits), K)
     assert sum(each.numel() for each in kept) == T * E + T * K + E + 2
+    for options in ({"after_topk": True}, {"normalize": True}):
+        with saved_tensors() as kept:
+            route.topk_router(leaf(logits), K, **options)
+        assert sum(each.numel() for each in kept) == 2 * T * K + 1, "weights and experts, no logits"
+        with saved_tensors() as kept:
+            route.topk_router(leaf(logits), K, z_coeff=0.1, **options)
+        assert sum(each.numel() for each in kept) == T * E + T * K + E + 2, "the losses read the logits"
 
 
 def test_no_memory_of_the_gradient_is_shared_with_the_sums() -> None:
