@@ -3,7 +3,7 @@
 //   w_j, d_j --slot j in lane j--> share q_j = w_j / scale --SHFL, slot by slot--> mean = sum of d q
 //   scale q_j (d_j - mean) --SHFL, slot by slot--> lane i: experts i, i + 32, ... --> result
 //
-// No shared memory and no barrier; 28 registers (sm_90). Per token it reads k weights, gradients and experts, and it
+// No shared memory and no barrier; 32 registers (sm_90). Per token it reads k weights, gradients and experts, and it
 // writes E floats.
 #include "cc/device/common/expert_scores.cuh"
 #include "cc/device/common/launch.h"
