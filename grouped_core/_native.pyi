@@ -176,7 +176,7 @@ class Launcher:
 class Program:
     """The planned steps of a rule, which run on the tensors of a list."""
 
-    def __init__(self, exchange: Exchange, steps: list[tuple], results: Sequence[int | tuple[object, Sequence[int]]], released: Sequence[int], registers: int, empty: Callable[..., object], table_of: Callable[[bytes], object], flat: type | None = None, place: tuple[int, Callable[[], int], Callable[[int], int]] | None = None) -> None:
+    def __init__(self, exchange: Exchange, steps: list[tuple], results: Sequence[int | tuple[object, Sequence[int]]], released: Sequence[int], registers: int, empty: Callable[..., object], table_of: Callable[[bytes], object], flat: type | None = None, place: tuple[int, Callable[[], int], Callable[[int], int], object] | None = None) -> None:
         """
         A new tensor is given by the arguments of `empty`, (shape, strides, dtype).
 
@@ -185,8 +185,8 @@ class Program:
         a register, -1 for None, or leaf n as -2 - n; or (layout, several of these), of which `flat` makes one
         result. `released`: leaves that are taken out of the list. `registers`: their number; those of the leaves
         that are there come first. `table_of` makes a tensor of a leaf that is a list, from its
-        `Exchange.addresses`. `place`: the CUDA device, what tells the current one, and what tells the current
-        stream of a device; None: the CPU.
+        `Exchange.addresses`. `place`: the CUDA device, what tells the current one, what tells the current
+        stream of a device, and the dtype of bytes; None: the CPU.
         """
 
     def run(self, leaves: list, stream: int, watch: Callable[[str, Launcher, list, tuple[int, ...], int], None] | None = None) -> list:

@@ -316,7 +316,7 @@ def _program(
         empty,
         partial(address_table, device=index),
         Flat,
-        None if index < 0 else (index, current_device, raw_stream),
+        None if index < 0 else (index, current_device, raw_stream, torch.uint8),
     )
     made = tuple([leaves_of.index(at) for at in recording.made()])
     sizes = sizes_at(rule, layouts) if rule.notes_sizes else None

@@ -25,4 +25,11 @@ struct Widening {
   bool turned;           // the result's lines are the array's columns
 };
 
+// padded[g] = rows of group g, of `rows` in all, rounded up to whole segments; null: nothing.
+struct SizePadding {
+  const int32_t* sizes;
+  int64_t groups, rows, segment;
+  int32_t* padded;
+};
+
 }  // namespace grouped

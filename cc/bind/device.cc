@@ -55,6 +55,11 @@ std::string device_arch(int device) {
   return arch_built_for(10 * major + minor);
 }
 
+void clear_on_device(void* memory, size_t bytes, void* stream) {
+  const ContextGuard guard(Platform::cuda, stream);
+  check(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)), "clearing memory");
+}
+
 DeviceGuard::DeviceGuard(Platform platform, int device) {
   if (platform != Platform::cuda) return;
   int current = 0;
@@ -93,6 +98,8 @@ ContextGuard::~ContextGuard() {
 bool cuda_compiled() { return false; }
 
 std::string device_arch(int) { throw std::runtime_error("this build has no CUDA kernels; build it where nvcc is"); }
+
+void clear_on_device(void*, size_t, void*) { throw std::runtime_error("this build has no CUDA kernels"); }
 
 DeviceGuard::DeviceGuard(Platform, int) {}
 DeviceGuard::~DeviceGuard() = default;

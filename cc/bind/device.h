@@ -2,6 +2,7 @@
 // that the module loads where there is no driver.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 #include "cc/api/context.h"
@@ -10,6 +11,9 @@ namespace grouped {
 
 bool cuda_compiled();
 std::string device_arch(int device);  // "sm_90a"; throws std::runtime_error where there is no such device
+
+// Enqueues zeros on `stream`.
+void clear_on_device(void* memory, size_t bytes, void* stream);
 
 // Makes `device` current for its lifetime; does nothing on the CPU.
 class DeviceGuard {

@@ -30,6 +30,7 @@ struct Buffers {
   size_t workspace_bytes = 0;            // as allocated, alignment included
   void* stream = nullptr;
   Pool* pool = nullptr;
+  ZeroMemory* zeros = nullptr;
   int part = kEveryPart;  // the one to run; addresses of slots that it does not touch are not looked at
 };
 
@@ -137,6 +138,7 @@ class Prepared {
     context.stream = buffers.stream;
     context.pool = buffers.pool;
     context.part = buffers.part;
+    context.zeros = buffers.zeros;
     const Kernel<Call>* kernel = kernel_for(choice_, call);
     if (kernel == nullptr || (buffers.part != kEveryPart && kernel != choice_.kernel)) {
       throw std::invalid_argument(std::string(choice_.kernel->name) + " needs addresses that are multiples of " +

@@ -23,14 +23,15 @@ class PlanOf final : public Plan {
   size_t workspace_for(const uintptr_t* addresses) const override { return prepared_.workspace_bytes(addresses); }
   bool in_parts(const uintptr_t* addresses) const override { return prepared_.in_parts(addresses); }
 
-  void launch(const uintptr_t* addresses, uintptr_t workspace, size_t bytes, void* stream, int threads,
-              int part) const override {
+  void launch(const uintptr_t* addresses, uintptr_t workspace, size_t bytes, void* stream, int threads, int part,
+              ZeroMemory* zeros) const override {
     Buffers buffers;
     buffers.addresses = addresses;
     buffers.workspace = workspace;
     buffers.workspace_bytes = bytes;
     buffers.stream = stream;
     buffers.part = part;
+    buffers.zeros = zeros;
     if (platform != Platform::cpu) return prepared_.launch(buffers);
     ThreadsOf pool(own_pool(), threads);
     buffers.pool = &pool;

@@ -36,7 +36,7 @@ class Plan {
   // the one to run, where `in_parts` says that there are several. Throws std::invalid_argument, also where the
   // workspace is too small for these addresses, or InternalError.
   virtual void launch(const uintptr_t* addresses, uintptr_t workspace, size_t bytes, void* stream, int threads = 0,
-                      int part = kEveryPart) const = 0;
+                      int part = kEveryPart, ZeroMemory* zeros = nullptr) const = 0;
 };
 
 // Inputs stand in slot order, an absent one with rank -1. Throws std::invalid_argument where they do not fit the call.

@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -9,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "cc/bind/device.h"
 #include "cc/bind/exchange.h"
 #include "cc/bind/launch.h"
 #include "cc/bind/plan.h"
@@ -69,11 +71,11 @@ class Launcher {
 
   void launch(nb::list values, uintptr_t stream) const {
     std::vector<uintptr_t> known(static_cast<size_t>(PyList_Size(values.ptr())));
-    launch(values, &known, stream);
+    launch(values, &known, stream, nullptr);
   }
 
   // `known`: the addresses of the values, 0 where they have not been read yet.
-  void launch(nb::list values, std::vector<uintptr_t>* known, uintptr_t stream) const {
+  void launch(nb::list values, std::vector<uintptr_t>* known, uintptr_t stream, ZeroMemory* zeros) const {
     uintptr_t addresses[kMaxSlots + 1];
     size_t scratch = 0;
     for (size_t slot = 0; slot < registers_.size(); ++slot) {
@@ -91,7 +93,7 @@ class Launcher {
     }
     const int threads = plan_->platform == Platform::cpu ? exchange_->threads() : 0;
     const nb::gil_scoped_release unlocked;
-    plan_->launch(addresses, addresses[plan_->slots], scratch, reinterpret_cast<void*>(stream), threads, part_);
+    plan_->launch(addresses, addresses[plan_->slots], scratch, reinterpret_cast<void*>(stream), threads, part_, zeros);
   }
 
  private:
@@ -154,6 +156,7 @@ class Program {
       device_ = facts[0];
       current_device_ = facts[1];
       stream_of_ = facts[2];
+      bytes_ = facts[3];
     }
   }
 
@@ -189,6 +192,9 @@ class Program {
 
   nb::list finish(Started started, uintptr_t stream, nb::object watch) const {
     const nb::list& values = started.values;
+    const size_t zero_bytes = watch.is_none() ? zero_bytes_.load() : 0;
+    const Memory memory = zero_bytes > 0 ? cleared(zero_bytes, stream) : Memory();
+    ZeroMemory zeros(memory.start, zero_bytes);
     for (const Step& step : steps_) {
       if (!step.launcher.is_valid()) {
         const nb::object source = nb::borrow(item_of(values, step.source));
@@ -198,12 +204,14 @@ class Program {
       for (const Made& made : step.workspace) allocate(values, made);
       for (const Made& made : step.made) allocate(values, made);
       if (watch.is_none()) {
-        step.launch->launch(values, &started.known, stream);
+        step.launch->launch(values, &started.known, stream, &zeros);
       } else {
         watch(step.name, step.launcher, values, step.made_at, stream);
       }
       for (const int at : step.last_used) set_item(values, at, nb::none());
     }
+    constexpr int kWorthATensor = 2;  // launches that would clear memory of their own
+    if (zeros.takers() >= kWorthATensor) zero_bytes_ = zeros.wanted();
     nb::list found = list_of(results_.size());
     for (size_t i = 0; i < results_.size(); ++i) {
       set_item(found, static_cast<Py_ssize_t>(i), picked(results_[i], started));
@@ -270,6 +278,18 @@ class Program {
     set_item(values, made.at, empty_(made.shape, made.strides, made.dtype));
   }
 
+  struct Memory {
+    nb::object tensor;
+    void* start = nullptr;
+  };
+
+  Memory cleared(size_t bytes, uintptr_t stream) const {
+    const nb::object tensor = empty_(nb::make_tuple(bytes), nb::make_tuple(1), bytes_);
+    void* const start = reinterpret_cast<void*>(address_of(exchange_->read(tensor.ptr())));
+    clear_on_device(start, bytes, reinterpret_cast<void*>(stream));
+    return {tensor, start};
+  }
+
   nb::object picked(const Result& result, const Started& started) const {
     if (!result.layout.is_valid()) return leaf_of(result.at[0], started);
     nb::list leaves;
@@ -290,7 +310,9 @@ class Program {
   std::vector<int> released_;
   int registers_;
   nb::object empty_, table_of_, flat_, to_;
-  nb::object device_, current_device_, stream_of_;  // not set on the CPU
+  nb::object device_, current_device_, stream_of_, bytes_;  // not set on the CPU
+  // Bytes of zeros that the launches of an earlier run asked for, which later ones find cleared by one launch.
+  mutable std::atomic<size_t> zero_bytes_{0};
 };
 
 // Finds what was decided for operands with the same facts, which takes less time than to make these facts an object.
@@ -429,16 +451,16 @@ void define_program(nb::module_& module) {
                   "released: collections.abc.Sequence[int], registers: int, "
                   "empty: collections.abc.Callable[..., object], "
                   "table_of: collections.abc.Callable[[bytes], object], flat: type | None = None, "
-                  "place: tuple[int, collections.abc.Callable[[], int], collections.abc.Callable[[int], int]] | None "
-                  "= None) -> None"),
+                  "place: tuple[int, collections.abc.Callable[[], int], collections.abc.Callable[[int], int], object] "
+                  "| None = None) -> None"),
           "A new tensor is given by the arguments of `empty`, (shape, strides, dtype).\n\n"
           "`steps`: launches (name, launcher, ((register, new tensor), ...), (register, new workspace) or None,\n"
           "registers that no later step uses) and casts (register, register of the result, dtype). `results`: of each\n"
           "a register, -1 for None, or leaf n as -2 - n; or (layout, several of these), of which `flat` makes one\n"
           "result. `released`: leaves that are taken out of the list. `registers`: their number; those of the leaves\n"
           "that are there come first. `table_of` makes a tensor of a leaf that is a list, from its\n"
-          "`Exchange.addresses`. `place`: the CUDA device, what tells the current one, and what tells the current\n"
-          "stream of a device; None: the CPU.")
+          "`Exchange.addresses`. `place`: the CUDA device, what tells the current one, what tells the current\n"
+          "stream of a device, and the dtype of bytes; None: the CPU.")
       .def(
           "run", &Program::run, nb::arg("leaves"), nb::arg("stream"), nb::arg("watch").none() = nb::none(),
           nb::sig("def run(self, leaves: list, stream: int, watch: collections.abc.Callable[[str, Launcher, list, "

@@ -54,7 +54,7 @@ struct Plan {
   Call inner;
   Widening passes[2];
   int count = 0;
-  int32_t* padded = nullptr;  // sizes of padded groups, or null
+  SizePadding padding = {};  // of the inner groups; without a result there is none
   size_t used = 0;
 };
 
@@ -132,7 +132,8 @@ void widen_contracted(Plan<GroupedMatmul>* plan, const GroupedMatmul& call, DTyp
   }
   if (call.segment) {
     plan->inner.group_sizes = scratch(workspace, &plan->used, DType::i32, {call.group_sizes.dims[0]});
-    plan->padded = plan->inner.group_sizes.as<int32_t>();
+    plan->padding = {call.group_sizes.as<const int32_t>(), call.group_sizes.dims[0], call.rows, call.segment,
+                     plan->inner.group_sizes.as<int32_t>()};
     plan->inner.segment = plan->inner.turned = plan->inner.rows = 0;
   }
 }
@@ -201,13 +202,7 @@ size_t workspace(const Call& call, const Target& target) {
 template <class Call>
 void launch(const Call& call, const Context& context) {
   const Plan<Call> plan = plan_of(call, context.workspace);
-  launch_widenings(plan.passes, plan.count, context.stream);
-  if constexpr (std::is_same_v<Call, GroupedMatmul>) {
-    if (plan.padded != nullptr) {
-      launch_padding(call.group_sizes.template as<const int32_t>(), call.group_sizes.dims[0], call.rows, call.segment,
-                     plan.padded, context.stream);
-    }
-  }
+  launch_widenings(plan.passes, plan.count, plan.padding, context.stream);
   run_part(plan.inner, behind(context, plan.used));
 }
 

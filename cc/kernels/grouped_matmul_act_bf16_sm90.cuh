@@ -243,7 +243,7 @@ inline std::string refuses_up(const GroupedMatmulAct& c) {
 // What does not depend on the weights' type; clears the draws.
 inline UpParams up_params(const GroupedMatmulAct& call, const Context& context) {
   UpParams p{};
-  set_rows(call, context.workspace, context.stream, &p);
+  set_rows(call, context, context.workspace, &p);
   set_bias(call, &p);
   p.cols = int32_t(call.result.dims[1]);
   p.length = int32_t(call.lhs.dims[1]);

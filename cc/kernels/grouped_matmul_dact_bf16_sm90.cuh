@@ -191,7 +191,7 @@ inline size_t dact_workspace(const GroupedMatmulDact& c, int tile_cols) {
 inline DactParams dact_params(const GroupedMatmulDact& call, const Context& context) {
   DactHead* head = static_cast<DactHead*>(context.workspace);
   DactParams p{};
-  set_rows(call, &head->draws, context.stream, &p);
+  set_rows(call, context, &head->draws, &p);
   p.valid_rows = &head->valid_rows;
   p.row_scale = floats_or_null(call.row_scale);
   if (call.row_sum.present()) {

@@ -294,8 +294,7 @@ void launch_contraction(const GroupedMatmul& call, const Context& context) {
   const cudaStream_t stream = static_cast<cudaStream_t>(context.stream);
   char* const memory = static_cast<char*>(context.workspace);
   Tf32ContractionParams p{};
-  p.counter = static_cast<unsigned long long*>(context.workspace);
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), stream));
+  p.counter = zeros_or_clear(context, static_cast<unsigned long long*>(context.workspace));
   p.groups = int32_t(call.group_sizes.dims[0]);
   const GroupScan scan = GroupScan::at(memory + Room::kScanAt, p.groups);
   launch_scan(call.group_sizes.as<const int32_t>(), call.lhs.dims[0], kTileRows, false, scan, stream);

@@ -137,11 +137,9 @@ extern const Kernel<SumParts> sum_parts_any_cuda;
 
 // For cc/dispatch, which has no CUDA of its own.
 // result = round(value * scale), dense, of one or two arrays. Exact in fp32 but for float32 scales that are no powers
-// of two.
-void launch_widenings(const Widening* arrays, int count, void* stream);
+// of two. Beside them sizes are padded, where `padding` says so.
+void launch_widenings(const Widening* arrays, int count, const SizePadding& padding, void* stream);
 
-// padded[g] = rows of group g, rounded up to whole segments.
-void launch_padding(const int32_t* sizes, int64_t groups, int64_t rows, int64_t segment, int32_t* padded, void* stream);
 // Activation, or gradients at hidden rows, and FP8 codes of them in one pass; workspace as the function says.
 std::string refuses_activated_store(const ActivatedStore& call, const Target& target);
 // Whether the pass can store `store_activated`, of a call that it takes without; else a quantiser of its own has to.

@@ -243,12 +243,28 @@ struct Pass {
 struct Passes {
   Pass of[2];
   uint32_t first_blocks;  // of the grid, for the first array
+  SizePadding padding;    // by the last block, where it is wanted
 };
+
+template <int kCount>
+__device__ void pad_sizes(const SizePadding& p) {
+  __shared__ int64_t scratch[33];
+  walk_groups<kCount>(
+      static_cast<int>(p.groups), p.rows, scratch, [&](int g) { return p.sizes[g]; }, nullptr,
+      [&](int g, int64_t first, int64_t end, int64_t) {
+        p.padded[g] = static_cast<int32_t>((end - first + p.segment - 1) / p.segment * p.segment);
+      });
+}
+
+__global__ void __launch_bounds__(kScanThreads) pad_sizes_alone(const SizePadding padding) {
+  pad_sizes<kScanThreads>(padding);
+}
 
 // A block takes kAhead runs of kThreads pieces at a time.
 template <DType kType, DType kScaleType, Scales kScales>
 __global__ void __launch_bounds__(kThreads) widen_pieces(const __grid_constant__ Passes passes) {
   constexpr int kBits = kType == DType::u8 ? 4 : 8;
+  if (passes.padding.padded != nullptr && blockIdx.x + 1 == gridDim.x) return pad_sizes<kThreads>(passes.padding);
   const bool is_second = blockIdx.x >= passes.first_blocks;
   const Pass& pass = passes.of[is_second];
   const Widening& w = pass.w;
@@ -331,13 +347,14 @@ bool is_usual(const Widening& w) {
 }
 
 // Launches the kernel of the usual case for one or two arrays of the same types; false where it does not take them.
-bool launch_usual(const Widening* arrays, int count, cudaStream_t stream) {
+bool launch_usual(const Widening* arrays, int count, const SizePadding& padding, cudaStream_t stream) {
   Passes passes = {};
-  int64_t blocks = 0;
+  passes.padding = padding;
+  int64_t blocks = padding.padded != nullptr;
   for (int i = 0; i < count; ++i) {
     passes.of[i] = pass_of(arrays[i]);
     blocks += passes.of[i].blocks * arrays[i].slices;
-    if (i == 0) passes.first_blocks = static_cast<uint32_t>(blocks);
+    if (i == 0) passes.first_blocks = passes.of[i].blocks * static_cast<uint32_t>(arrays[i].slices);
   }
   if (blocks > INT32_MAX) return false;
   const Widening& w = arrays[0];
@@ -372,16 +389,6 @@ void launch_bits(const Widening& w, cudaStream_t stream) {
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
-__global__ void __launch_bounds__(kScanThreads)
-    pad_sizes(const int32_t* sizes, int groups, int64_t rows, int64_t segment, int32_t* padded) {
-  __shared__ int64_t scratch[33];
-  walk_groups<kScanThreads>(
-      groups, rows, scratch, [&](int g) { return sizes[g]; }, nullptr,
-      [&](int g, int64_t first, int64_t end, int64_t) {
-        padded[g] = static_cast<int32_t>((end - first + segment - 1) / segment * segment);
-      });
-}
-
 void launch_any(const Widening& w, cudaStream_t stream) {
   switch (w.type) {
     case DType::u8:
@@ -398,20 +405,17 @@ void launch_any(const Widening& w, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_widenings(const Widening* arrays, int count, void* on) {
+void launch_widenings(const Widening* arrays, int count, const SizePadding& padding, void* on) {
   const auto stream = static_cast<cudaStream_t>(on);
   if (count == 2 && is_usual(arrays[0]) && is_usual(arrays[1]) && have_the_same_types(arrays[0], arrays[1]) &&
-      launch_usual(arrays, 2, stream)) {
+      launch_usual(arrays, 2, padding, stream)) {
     return;
   }
   for (int i = 0; i < count; ++i) {
-    if (!is_usual(arrays[i]) || !launch_usual(arrays + i, 1, stream)) launch_any(arrays[i], stream);
+    if (!is_usual(arrays[i]) || !launch_usual(arrays + i, 1, {}, stream)) launch_any(arrays[i], stream);
   }
-}
-
-void launch_padding(const int32_t* sizes, int64_t groups, int64_t rows, int64_t segment, int32_t* padded, void* on) {
-  pad_sizes<<<1, kScanThreads, 0, static_cast<cudaStream_t>(on)>>>(sizes, static_cast<int>(groups), rows, segment,
-                                                                   padded);
+  if (padding.padded == nullptr) return;
+  pad_sizes_alone<<<1, kScanThreads, 0, stream>>>(padding);
   GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 

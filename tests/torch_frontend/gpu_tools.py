@@ -88,8 +88,8 @@ def temporary_bytes(call: Callable[[], Sequence[torch.Tensor]]) -> int:
     return torch.cuda.max_memory_allocated() - before - sum(result.nbytes for result in results)
 
 
-def launches_only(run: Callable[[], Any]) -> None:
-    """The runtime calls of a warm `run`, counted by the profiler: only launches and memsets."""
+def launches_only(run: Callable[[], Any]) -> list[str]:
+    """The runtime calls of a warm `run`, seen by the profiler: only launches and memsets."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -107,4 +107,6 @@ def launches_only(run: Callable[[], Any]) -> None:
     runtime = [e.name for e in seen.events() or [] if e.name.startswith("cu") and "::" not in e.name]
     assert any("Launch" in name for name in runtime), f"the profiler saw no launch: {runtime}"
     last = max(i for i, name in enumerate(runtime) if "Launch" in name)  # the profiler ends with a sync
-    assert not [name for name in runtime[: last + 1] if any(word in name for word in FORBIDDEN)], runtime[: last + 1]
+    found = runtime[: last + 1]
+    assert not [name for name in found if any(word in name for word in FORBIDDEN)], found
+    return found

@@ -63,6 +63,25 @@ def test_a_captured_layer_replays_with_other_sizes_weights_and_scales(form: str,
         assert not torch.equal(first[1], results[1]), "each replay has random numbers of its own"
 
 
+@pytest.mark.rule("ALL-4")
+@by_recipe
+@by_form
+def test_later_passes_find_their_counters_cleared(form: str, recipe: Recipe) -> None:
+    """Launches of the first pass clear their own counters; later passes clear those of an operator at once."""
+    step = Step(form, False, recipe=recipe)
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [each.clone() for each in step.run()]
+
+    first = run()
+    for _ in range(3):
+        same(run(), first, "as the first pass")
+    if form == "GroupedMLP":
+        operators = 3  # forward, the gradients at the hidden rows, those of rows
+        assert sum("Memset" in name for name in launches_only(step.run)) <= operators
+
+
 @pytest.mark.rule("QNT-6", "CAP-3")
 @pytest.mark.parametrize("recipe", [each for each in ALL if not each.dgrad[1].plain], ids=lambda r: r.name)
 @by_holding

@@ -443,7 +443,9 @@ def test_a_kept_program_does_not_run_where_another_device_is_current() -> None:
     operands = tuple(_leaves())
     for current, runs in ((0, True), (1, False)):
         cache = _native.FactsCache(EXCHANGE, 3, Several)
-        cache.keep(operands, 0, (_scaling_program(place=(0, lambda device=current: device, lambda device: 7)),))
+        cache.keep(
+            operands, 0, (_scaling_program(place=(0, lambda device=current: device, lambda device: 7, torch.uint8)),)
+        )
         streams: list[int] = []
         found = cache.run(operands, 0, lambda *launch, seen=streams: seen.append(launch[-1]))
         assert (found is not None) == runs

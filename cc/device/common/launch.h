@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "cc/api/check.h"
+#include "cc/api/context.h"
 
 #define GROUPED_CUDA_CHECK(call)                                             \
   do {                                                                       \
@@ -20,6 +21,17 @@ namespace grouped {
 
 // Of a call of the CUDA runtime that did not return cudaSuccess.
 [[noreturn]] void fail_cuda(const char* file, int line, const char* call, int status);
+
+// Memory that is zero when the next launch runs: of the caller, or else `own`, which a launch here clears.
+template <class T>
+T* zeros_or_clear(const Context& context, T* own, size_t count = 1) {
+  const size_t bytes = sizeof(T) * count;
+  if (context.zeros) {
+    if (void* const given = context.zeros->take(bytes)) return static_cast<T*>(given);
+  }
+  GROUPED_CUDA_CHECK(cudaMemsetAsync(own, 0, bytes, static_cast<cudaStream_t>(context.stream)));
+  return own;
+}
 
 constexpr int kMaxDevices = 64;
 

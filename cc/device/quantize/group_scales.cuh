@@ -40,6 +40,14 @@ struct StoreScan {
     uint32_t* amax = drawn + 2;
     return {words, words + count + 1, words + 2 * count + 3, drawn, amax, amax + count, static_cast<int>(count)};
   }
+
+  // Words of `drawn`, `amax` and `rotated`, which follow each other.
+  size_t counters() const { return 2 + 2 * static_cast<size_t>(count); }
+  void count_in(uint32_t* words) {
+    drawn = words;
+    amax = drawn + 2;
+    rotated = amax + count;
+  }
 };
 
 // One form of what is stored.
@@ -124,6 +132,7 @@ struct FineLaunch : StoreLaunch, FineChoices {};
 
 // How the host launches it.
 struct LaunchOptions {
+  const Context& context;
   cudaStream_t stream;
   bool early;    // one that stores may begin before the one that measures has ended
   bool cleared;  // counters of drawn tiles are zero already

@@ -387,7 +387,7 @@ void launch_storing(void (*kernel)(Params...), unsigned grid, int bytes, const L
 // Before a launch of `grid` blocks for `tiles` tiles: clears its counter, where any block draws.
 inline void ready_to_draw(StoreLaunch* p, int64_t tiles, unsigned grid, const LaunchOptions& how) {
   if (tiles <= 2 * int64_t{grid}) p->drawn = nullptr;
-  if (p->drawn && !how.cleared) GROUPED_CUDA_CHECK(cudaMemsetAsync(p->drawn, 0, sizeof(*p->drawn), how.stream));
+  if (p->drawn && !how.cleared) p->drawn = zeros_or_clear(how.context, p->drawn);
 }
 
 // As launch_store, but the scan, and the scales of groups, are the kernels' own. Where scales do not want the amaxes of
@@ -396,19 +396,18 @@ inline void ready_to_draw(StoreLaunch* p, int64_t tiles, unsigned grid, const La
 // and on Hopper the launch that stores begins meanwhile.
 template <class Launch, class Measure, class Store>
 void launch_tiles(const Quantize& call, const Context& context, Measure measure, Store store) {
-  LaunchOptions how = {static_cast<cudaStream_t>(context.stream), false, false};
+  LaunchOptions how = {context, static_cast<cudaStream_t>(context.stream), false, false};
   Launch p = launch_of<Launch>(call, context);
   const bool ahead = finds_group_scales(call);
   const bool all = ahead && !p.encode;
   const bool on_the_way = !all && call.amax.present();
-  const auto clear = [&](uint32_t* from, size_t words) {
-    GROUPED_CUDA_CHECK(cudaMemsetAsync(from, 0, sizeof(uint32_t) * words, how.stream));
-  };
-  // `amax` follows `drawn`, and `rotated` follows `amax`.
-  if (ahead) clear(p.scan.drawn, 2 + 2 * static_cast<size_t>(p.scan.count));
+  if (ahead) p.scan.count_in(zeros_or_clear(context, p.scan.drawn, p.scan.counters()));
   how.cleared = ahead;
   uint32_t* const wanted = on_the_way ? call.amax.as<uint32_t>() : nullptr;  // the bits of magnitudes
-  if (on_the_way && !call.into_amax.present()) clear(wanted, static_cast<size_t>(p.scan.count));
+  if (on_the_way && !call.into_amax.present()) {
+    const size_t bytes = sizeof(uint32_t) * static_cast<size_t>(p.scan.count);
+    GROUPED_CUDA_CHECK(cudaMemsetAsync(wanted, 0, bytes, how.stream));
+  }
   p.drawn = p.scan.drawn;
   p.raised = p.scan.amax;
   p.starting = ahead && !all;

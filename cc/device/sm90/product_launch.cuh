@@ -69,13 +69,11 @@ inline std::string refuses_bias(const TensorView& bias, DType beside_float) {
 
 // ---- products over rows ----
 
-// Operands and order of items but for maps and `cols`; sets `draws`, in the workspace, to zero.
+// Operands and order of items but for maps and `cols`. `draws`: in the workspace, for counters that start at zero.
 template <class Call>
-void set_rows(const Call& call, void* draws, void* stream, RowsParams* p) {
+void set_rows(const Call& call, const Context& context, void* draws, RowsParams* p) {
   p->sizes = call.group_sizes.template as<int32_t>();
-  p->draws = static_cast<RowDraws*>(draws);
-  // First, since it makes the device's context current, which the driver's encoder of maps asks for.
-  GROUPED_CUDA_CHECK(cudaMemsetAsync(p->draws, 0, sizeof(*p->draws), static_cast<cudaStream_t>(stream)));
+  p->draws = zeros_or_clear(context, static_cast<RowDraws*>(draws));
   p->rhs_table = call.rhs_table.present() ? call.rhs_table.template as<int64_t>() : nullptr;
   // Listed weights are addressed relative to any mapped address.
   p->rhs_base = reinterpret_cast<int64_t>(p->rhs_table != nullptr ? call.lhs.data : call.rhs.data);
@@ -91,7 +89,7 @@ void set_bias(const Call& call, BiasParams* p) {
 }
 // All but maps and `length`.
 inline void set_matmul(const GroupedMatmul& call, const Context& context, MatmulParams* p) {
-  set_rows(call, context.workspace, context.stream, p);
+  set_rows(call, context, context.workspace, p);
   set_bias(call, p);
   const Columns made = columns_of(call.result, call.result_half);
   p->cols = int32_t(made.count);
