@@ -329,7 +329,9 @@ def row_count(slots: int, num_groups: int, align: int, max_rows: int | None) -> 
         raise ValueError(f"`align` of permute: {align}, expected 1 or more; 1 pads nothing.")
     if max_rows is not None:
         if max_rows < 1 or max_rows % align:
-            raise ValueError(f"`max_rows` of permute: {max_rows}, expected a positive multiple of `align` {align}.")
+            raise ValueError(
+                f"`max_rows` of permute: {max_rows}, expected a positive multiple of `align` {align}; round it up."
+            )
         return max_rows
     return -(-(slots + num_groups * (align - 1)) // align) * align
 

@@ -192,6 +192,9 @@ def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
     if any(each is not None and not is_sink(each) for entry in accums for each in members(entry)):
         words = "a Ref cannot enter shard_map here; call it inside your own jax.shard_map"
         raise _wrong("wgrad_accum", "a jax.Ref outside of shard_map", "arrays", words)
+    if accums and ranks_along(mesh, axes.data) > 1:
+        words = "because each of them would add to a copy of its own; split experts over this axis too"
+        raise _wrong("wgrad_accum", f"given with {ranks_along(mesh, axes.data)} ranks of a data axis", "None", words)
     if not plan.check_vma:
         _check_states(arrays)
     own_experts(FUNCTION, plan.count, ranks_along(mesh, axes.expert))

@@ -43,8 +43,10 @@ def value_and_accumulate_grad(loss: Callable[..., Array]) -> Callable[..., tuple
         A function of (params, accum, *args) with the results (value, grads, accum). `accum` has the structure of
         `params`; a leaf is an array, a `jax.Ref`, a `StackedRef`, or None where a parameter has no accumulator. `grads`
         has the same structure, with None for parameters that have an accumulator: gradients of such a weight from its
-        other uses in the loss are discarded. An array that backward did not reach is returned unchanged. In a scan over
-        microbatches the new accumulators are the carry.
+        other uses in the loss are discarded. An array that backward did not reach is returned unchanged, as far as
+        tracing tells: where `jax.lax.cond` skips a layer at run time, JAX gives its accumulator a cotangent of zeros,
+        which would be its new value. There select between the new and the old array by the same predicate. In a scan
+        over microbatches the new accumulators are the carry.
 
     Raises:
         ValueError: `accum` holds the same array twice, or its structure is not that of `params`. TypeError: a dtype, or

@@ -692,6 +692,13 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"recipe": FP8Delayed.bind(jax_grouped.scaling_state(FP8Delayed, E, products=2)), "transport": "ring"},
         ("`recipe`", "with transport 'ring'", "without a state", "another transport"),
     ),
+    "accumulators": (
+        {
+            "axes": MeshAxes(expert="expert", data="tensor"),
+            "wgrad_accum": (jnp.zeros((E, H, 2 * F)), jnp.zeros((E, F, H))),
+        },
+        ("`wgrad_accum`", "2 ranks of a data axis", "None", "split experts over this axis too"),
+    ),
     "axis_name": ({"axis_name": "expert"}, ("`axis_name`", "'expert'", "None", "`axes` split")),
     "fsdp": ({"fsdp": True}, ("`fsdp`", "without a data axis", "False", "MeshAxes.data")),
     "axes": ({"axes": MeshAxes(expert="model")}, ("`axes`", "'model'", "('expert', 'tensor')", "name those")),
