@@ -19,6 +19,7 @@ NAMES = Names(x="x", w="weight")
 MLP_NAMES = MlpNames()
 ROUTED_NAMES = MlpNames(sizes="experts", probs="weights")
 """Names of the arguments of the operations in messages."""
+_TRANSPOSED = (NAMES.w, MLP_NAMES.wi, MLP_NAMES.wo)
 
 
 def check_operand(name: str, value: Any, x: Tensor) -> None:
@@ -29,7 +30,7 @@ def check_operand(name: str, value: Any, x: Tensor) -> None:
         raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `x`; move it with `.to`.")
     check_layout(name, value)
     if not value.is_contiguous():
-        remedy = ", or for a transposed weight change `rhs_transposed`" if value.dim() > 1 else ""
+        remedy = ", or for a transposed weight change `rhs_transposed`" if name.split("[")[0] in _TRANSPOSED else ""
         raise ValueError(
             f"`{name}`: strides {tuple(value.stride())} of shape {tuple(value.shape)}, expected a contiguous tensor; "
             f"call `.contiguous()`{remedy}."
