@@ -6,15 +6,21 @@ Letters: G groups (experts), K in, N out, r rank.
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from grouped_core import lora
 from grouped_core.lora import Adapter, LayerOptions
+from jax_grouped import _mesh
 from jax_grouped._layer_options import Initializer
+from jax_grouped._mesh import MeshAxes
 from jax_grouped._run import RUN
 
 default_a_init: Initializer = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=(0,))
@@ -53,11 +59,96 @@ def frozen(options: LayerOptions, *arrays: Any) -> tuple[Any, ...]:
 
 
 def merged(
-    weight: Float[Array, "*G K N"], a: Float[Array, "*G K r"], b: Float[Array, "*G r N"], scaling: float
+    name: str,
+    axes: MeshAxes | None,
+    weight: Float[Array, "*G K N"],
+    a: Float[Array, "*G K r"],
+    b: Float[Array, "*G r N"],
+    scaling: float,
 ) -> Float[Array, "*G K N"]:
-    """weight + scaling A B, rounded once to the dtype of weight. All have further axes where a scan stacked layers."""
+    """weight + scaling A B, rounded once to the dtype of weight, each shard of a mesh by itself.
+
+    Args:
+        name: of the weight, for messages. axes: those that its layer is spread over.
+        weight, a, b: all have further axes where a scan stacked layers.
+
+    Raises:
+        ValueError: the weight is sharded along other axes than its groups, or its layer has a tensor axis.
+    """
+    layout = _layout(name, axes, weight, a, b)
+    return _merged_here(scaling, weight, a, b) if layout is None else _merged_over(layout, scaling, weight, a, b)
+
+
+def _merged_here(scaling: float, weight: Array, a: Array, b: Array) -> Array:
     *groups, depth, columns = weight.shape
     a, b = a.astype(weight.dtype), b.astype(weight.dtype)
     sizes = jnp.full((math.prod(groups),), depth, jnp.int32)
     rows = (weight.reshape(-1, columns), a.reshape(-1, a.shape[-1]), b.reshape(-1, *b.shape[-2:]), sizes)
     return lora.merged(RUN, Adapter(scaling=scaling), *rows).reshape(weight.shape)
+
+
+class _Layout(NamedTuple):
+    """Where the groups of a weight and of its adapter lie.
+
+    Attributes:
+        spec: of the axes in front of K. manual: the axes of `mesh` that shards are made along.
+    """
+
+    mesh: Any
+    spec: P
+    manual: frozenset[str]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _merged_over(layout: _Layout, scaling: float, weight: Array, a: Array, b: Array) -> Array:
+    arrays = (weight, a, b)
+    if AxisType.Explicit in layout.mesh.axis_types:  # elsewhere XLA lays them out
+        where = NamedSharding(getattr(layout.mesh, "abstract_mesh", layout.mesh), layout.spec)
+        arrays = tuple([jax.sharding.reshard(each, where) for each in arrays])
+    run = jax.shard_map(
+        partial(_merged_here, scaling),
+        mesh=layout.mesh,
+        in_specs=(layout.spec,) * 3,
+        out_specs=layout.spec,
+        axis_names=set(layout.manual),
+    )
+    return run(*arrays)
+
+
+def _layout(name: str, axes: MeshAxes | None, *arrays: Array) -> _Layout | None:
+    """The layout of the first of `arrays`, a weight and its adapter, that shows one; None: all are whole or local.
+
+    In a program over Auto axes no array shows how it is sharded. There the weight is split as its layer is documented
+    to be, and XLA refuses it if its other axes are sharded.
+    """
+    for array in arrays:
+        mesh, spec = _shown(array)
+        if mesh is None:
+            continue
+        if any(entry is not None for entry in spec[array.ndim - 2 :]):
+            raise ValueError(
+                f"{name}: sharded as {spec}, expected an array whose groups alone are split, because each shard merges "
+                "its own; reshard it first, with jax.device_put or jax.sharding.reshard, so that other axes are whole."
+            )
+        return _Layout(mesh, P(*spec[: array.ndim - 2]), frozenset(mesh.axis_names))
+    weight, mesh = arrays[0], jax.sharding.get_abstract_mesh()
+    if not isinstance(weight, Tracer) or axes is None or axes.expert is None or mesh.empty:
+        return None
+    if axes.tensor is not None:
+        raise ValueError(
+            f"{name}: of a layer with the tensor axis {axes.tensor!r}, expected one whose experts alone are split, "
+            "because each shard merges its own; make the layer without that axis, and reshard its weights."
+        )
+    mesh = _mesh.mesh_for(name, axes, mesh, weight)
+    if _mesh.is_inside(name, axes) or weight.shape[-3] % _mesh.ranks_along(mesh, axes.expert):
+        return None  # local already, or a shared expert, which every rank has
+    return _Layout(mesh, P(*(None,) * (weight.ndim - 3), axes.expert), frozenset(_mesh.members(axes.expert)))
+
+
+def _shown(array: Array) -> tuple[Any, P]:
+    """The mesh that `array` lies on and its spec there; None where it lies on one device or does not show it."""
+    sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty or sharding.mesh.size == 1:
+        return None, P()
+    known = not isinstance(array, Tracer) or all(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
+    return (sharding.mesh, sharding.spec) if known else (None, P())

@@ -192,6 +192,23 @@ def check_positive(layer: str, **sizes: Any) -> None:
             raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
 
 
+def check_width(layer: str, x: Array, option: str, weight: str, shape: tuple[int, ...]) -> None:
+    """Refuses x whose last axis is not the one that the layer contracts.
+
+    Args:
+        option: of the layer, the length of that axis. weight, shape: the parameter that x meets, [G, K, N].
+
+    Raises:
+        ValueError: it has another length.
+    """
+    width = shape[1]
+    if x.ndim and (came := x.shape[-1]) != width:
+        raise ValueError(
+            f"`x` of {layer}: shape {x.shape}, expected {width} columns = `{option}`, to match `{weight}` {shape}; "
+            f"pass rows of {width} columns, or make the layer with {option}={came}."
+        )
+
+
 def as_tokens(x: Array) -> Array:
     """x [..., H] as tokens [T, H].
 

@@ -4,11 +4,17 @@ XLA does not know how to split our calls. Outside of `jax.shard_map` it would si
 weights too, and run the whole call on every device. A call is therefore lowered with a custom partitioner, to which XLA
 reports how the operands are sharded: it accepts replicated operands and refuses all others (docs/contracts.md, ACC-10).
 In a program for one device, and inside of `shard_map`, calls are lowered without it.
+
+A call of `SPLIT` computes every index of one of its axes by itself. Its operands may be sharded along that axis: each
+device then runs the call on its own part, the results are sharded alike, and nothing is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import jax
@@ -17,12 +23,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from grouped_core.calls import SLOTS, Call
+from grouped_core.calls import SLOTS, ArraySpec, Call
+from grouped_core.schema import Slot, schema
 
 try:  # not a public name; without it JAX does not tell a lowering its devices, and calls are lowered as they are
     from jax._src.dispatch import prim_requires_devices_during_lowering as _told_their_devices
 except ImportError:
     _told_their_devices = set()
+
+
+SPLIT = {"scale_update": "G"}
+"""Calls that compute every index of one axis by itself, and the letter of that axis in their schema."""
 
 
 def not_local(call: Call, slot: str, sharding: Any) -> str:
@@ -32,7 +43,7 @@ def not_local(call: Call, slot: str, sharding: Any) -> str:
         "shard, because XLA would gather it on every device; call it inside of jax.shard_map, e.g.\n"
         "    local = jax.shard_map(function, mesh=mesh, in_specs=..., out_specs=...)\n"
         "    result = jax.jit(local)(*operands)\n"
-        "or reshard the operand first, to replicate it."
+        "or reshard the operand first, to replicate it. MoE layers open shard_map themselves if they have `mesh_axes=`."
     )
 
 
@@ -41,15 +52,90 @@ def _slots(call: Call) -> list[str]:
     return [slot for slot, spec in zip(SLOTS[call.name], call.inputs, strict=True) if spec is not None]
 
 
+_Axes = tuple[int | None, ...]
+
+
+@lru_cache(maxsize=1024)
+def _split_axes(call: Call) -> tuple[_Axes, _Axes]:
+    """The axis of each operand and of each result that `call` may be split along; None where there is none."""
+    letter, known = SPLIT.get(call.name), schema(call.name)
+
+    def axes(slots: Mapping[str, Slot], specs: Sequence[ArraySpec | None]) -> _Axes:
+        present = [slot for slot, spec in zip(slots.values(), specs, strict=True) if spec is not None]
+        return tuple([next((dims.index(letter) for dims in slot.shapes if letter in dims), None) for slot in present])
+
+    return axes(known.inputs, call.inputs), axes(known.outputs, call.outputs)
+
+
+def split_over(call: Call, specs: Sequence[Any]) -> Any:
+    """The entry of the PartitionSpecs of the operands that `call` is split over; None where all operands are whole.
+
+    Args:
+        specs: of each operand; a sharding that has no PartitionSpec is refused.
+
+    Raises:
+        ValueError: an operand is sharded along an axis that the call is not split along, or over other axes of the mesh
+            than an operand before it.
+    """
+    found = None
+    for slot, own, spec in zip(_slots(call), _split_axes(call)[0], specs, strict=True):
+        if not isinstance(spec, PartitionSpec):
+            raise ValueError(not_local(call, slot, spec))
+        for axis, entry in enumerate(spec):
+            if entry is not None and (axis != own or found not in (None, entry)):
+                raise ValueError(not_local(call, slot, spec))
+            found = found if entry is None else entry
+    return found
+
+
+def split_specs(call: Call, over: Any) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
+    """How the operands and the results of `call` are sharded where it is split over the entry `over`."""
+
+    def of(axes: _Axes, specs: Sequence[ArraySpec | None]) -> list[PartitionSpec]:
+        ranks = [len(spec.shape) for spec in specs if spec is not None]
+        return [
+            PartitionSpec(*(over if at == axis else None for at in range(rank)))
+            for axis, rank in zip(axes, ranks, strict=True)
+        ]
+
+    inputs, outputs = _split_axes(call)
+    return of(inputs, call.inputs), of(outputs, call.outputs)
+
+
+def _on_one_shard(call: Call, operands: Sequence[Any]) -> Call:
+    """`call` for operands of one shard, which are shorter along the axis that it is split along."""
+    inputs, outputs = _split_axes(call)
+    own = {operand.shape[axis] for operand, axis in zip(operands, inputs, strict=True) if axis is not None}
+    if not own:
+        return call
+    (length,) = own
+
+    def cut(axes: _Axes, specs: Sequence[ArraySpec | None]) -> tuple[ArraySpec | None, ...]:
+        axis = iter(axes)
+        return tuple([None if spec is None else _with_length(spec, next(axis), length) for spec in specs])
+
+    return replace(call, inputs=cut(inputs, call.inputs), outputs=cut(outputs, call.outputs))
+
+
+def _with_length(spec: ArraySpec, axis: int | None, length: int) -> ArraySpec:
+    if axis is None:
+        return spec
+    return spec._replace(shape=(*spec.shape[:axis], length, *spec.shape[axis + 1 :]))
+
+
+def _spec_of(sharding: Any) -> Any:
+    """The PartitionSpec of `sharding`, empty where the array is whole; the sharding itself where it has none."""
+    return PartitionSpec() if sharding.is_fully_replicated else getattr(sharding, "spec", sharding)
+
+
 def check_whole(call: Call, operands: Sequence[Any]) -> None:
     """Refuses sharded operands of a call that runs at once; constants without a sharding are whole.
 
     Raises:
-        ValueError: an operand is sharded.
+        ValueError: an operand is sharded, and not along the axis that the call may be split along.
     """
-    for slot, operand in zip(_slots(call), operands, strict=True):
-        if not getattr(operand, "is_fully_replicated", True):
-            raise ValueError(not_local(call, slot, getattr(operand.sharding, "spec", operand.sharding)))
+    shardings = [getattr(operand, "sharding", None) for operand in operands]
+    split_over(call, [PartitionSpec() if each is None else _spec_of(each) for each in shardings])
 
 
 def told_its_devices(primitive: Primitive) -> None:
@@ -70,16 +156,34 @@ def may_be_partitioned(ctx: Any) -> bool:
 
 
 def lower_local(ctx: Any, run: Callable[..., Sequence[Any]], call: Call, operands: Sequence[Any]) -> Sequence[Any]:
-    """Lowers `run(*operands)`, which runs `call`, with a partitioner that refuses sharded operands."""
+    """Lowers `run(*operands, call=call)` with a partitioner that refuses sharded operands, if `call` is not split as
+    they are.
+    """
+
+    def on_one_shard(*local: Any) -> Sequence[Any]:
+        return run(*local, call=_on_one_shard(call, local))
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        for slot, argument in zip(_slots(call), arguments, strict=True):
-            if not argument.sharding.is_fully_replicated:
-                raise ValueError(not_local(call, slot, getattr(argument.sharding, "spec", argument.sharding)))
         kept = tuple(argument.sharding for argument in arguments)
-        whole = NamedSharding(kept[0].mesh, PartitionSpec()) if isinstance(kept[0], NamedSharding) else kept[0]
-        return mesh, run, jax.tree.map(lambda _: whole, results), kept
+        over = split_over(call, [_spec_of(sharding) for sharding in kept])
+        if not isinstance(kept[0], NamedSharding):
+            return mesh, on_one_shard, jax.tree.map(lambda _: kept[0], results), kept
+        taken, made = ([NamedSharding(kept[0].mesh, spec) for spec in each] for each in split_specs(call, over))
+        return mesh, on_one_shard, made, tuple(taken)
 
-    guarded = custom_partitioning(run)
-    guarded.def_partition(partition=partition)
+    guarded = custom_partitioning(on_one_shard)
+    guarded.def_partition(partition=partition, sharding_rule=_sharding_rule(call))
     return mlir.lower_fun(guarded, multiple_results=True)(ctx, *operands)
+
+
+def _sharding_rule(call: Call) -> str | None:
+    """Which shardings XLA may propagate through `call`: along the axis that it may be split along, and no other."""
+    if call.name not in SPLIT:
+        return None
+    others = count()
+
+    def letters(spec: PartitionSpec) -> str:
+        return " ".join(entry or f"d{next(others)}" for entry in spec)
+
+    inputs, outputs = (", ".join(map(letters, specs)) for specs in split_specs(call, "split"))
+    return f"{inputs} -> {outputs}"

@@ -20,7 +20,14 @@ from jax.interpreters import ad, batching, mlir
 
 from grouped_core import _native, plans
 from grouped_core.calls import SLOTS, ArraySpec, Call, Param, spec_of
-from jax_grouped._partition import check_whole, lower_local, may_be_partitioned, not_local, told_its_devices
+from jax_grouped._partition import (
+    check_whole,
+    lower_local,
+    may_be_partitioned,
+    split_over,
+    split_specs,
+    told_its_devices,
+)
 
 
 def check_ffi_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
@@ -85,13 +92,13 @@ call_p.multiple_results = True
 def _result_types(*operands: Any, call: Call) -> list[Any]:
     like = operands[0]  # all operands vary over the same axes of the mesh, so any of them types the results
     mesh = like.sharding.mesh
+    _, parts = split_specs(call, split_over(call, [operand.sharding.spec for operand in operands]))
 
-    def typed(spec: ArraySpec) -> Any:
-        whole = jax.sharding.PartitionSpec(*(None,) * len(spec.shape))
-        sharding = like.sharding if mesh.empty else jax.sharding.NamedSharding(mesh, whole)
+    def typed(spec: ArraySpec, part: Any) -> Any:
+        sharding = like.sharding if mesh.empty else jax.sharding.NamedSharding(mesh, part)
         return like.update(shape=spec.shape, dtype=np.dtype(spec.dtype), weak_type=False, sharding=sharding)
 
-    return [typed(spec) for spec in call.outputs if spec is not None]
+    return list(map(typed, [spec for spec in call.outputs if spec is not None], parts))
 
 
 def differentiable(function: Any, *arguments: Any) -> Any:
@@ -140,7 +147,7 @@ local_p.def_abstract_eval(_result_types)
 
 def _lower(ctx: Any, *operands: Any, call: Call, platform: str) -> Sequence[Any]:
     if may_be_partitioned(ctx):
-        return lower_local(ctx, partial(local_p.bind, call=call), call, operands)
+        return lower_local(ctx, local_p.bind, call, operands)
     return _lower_as_it_is(ctx, *operands, call=call, platform=platform)
 
 
@@ -232,10 +239,7 @@ def reduce_to(
 
 def _check_local(call: Call, arrays: Sequence[jax.Array | None]) -> None:
     """Refuses arrays that are not local to one shard (ACC-10); only Explicit meshes show this in the type."""
-    for slot, array in zip(SLOTS[call.name], arrays, strict=True):
-        spec = () if array is None else jax.typeof(array).sharding.spec
-        if any(axis is not None for axis in spec):
-            raise ValueError(not_local(call, slot, spec))
+    split_over(call, [jax.typeof(array).sharding.spec for array in arrays if array is not None])
 
 
 class JaxRunner:

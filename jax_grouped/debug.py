@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from grouped_core import debug
 from grouped_core.calls import Call
-from jax_grouped import mlp, ops, routed
+from jax_grouped import mlp, ops, parallel, routed
 from jax_grouped._run import default_arch
+from jax_grouped.moe import moe
 from jax_grouped.quantize import dequantize, plan_dequantize, plan_quantize, quantize
 
 _PLANS: dict[Callable[..., Any], debug.Planned] = {
@@ -21,7 +23,25 @@ _PLANS: dict[Callable[..., Any], debug.Planned] = {
 }
 
 
+def _check_operation(op: Any) -> None:
+    """Refuses what has an operation inside it with words that say which one to pass.
+
+    Raises:
+        TypeError: `op` is an instance of a layer, or a function of a whole layer.
+    """
+    whole = op is moe or op is parallel.moe
+    operation = routed.routed_mlp if whole else getattr(op, "operation", None)
+    if operation is None or isinstance(op, type):
+        return
+    given = [each.name for each in signature(operation).parameters.values() if each.default is each.empty]
+    came, wanted = f"an instance of {type(op).__name__}", f"its class or {operation.__name__}"
+    if whole:
+        came, wanted = f"{op.__module__}.{op.__name__}", f"{operation.__name__}, which runs its experts"
+    raise TypeError(f"`op`: {came}, expected {wanted}; pass that, with the arguments {', '.join(given)}.")
+
+
 def _planner(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Sequence[Call]]:
+    _check_operation(op)
     planner, arguments = debug.bound_arguments(_PLANS, op, args, kwargs)
     return partial(planner, **arguments)
 

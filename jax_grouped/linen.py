@@ -133,6 +133,8 @@ def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         layer: a layer with adapters. variables: those of `layer`, or of a model that contains it and whose adapters all
             have its options. `nn.scan` may have stacked layers, if it stacked adapters and weights along the same axis.
+            Weights over a mesh are merged where they are; under `jit` on an Auto mesh they are taken to be split by
+            experts as the `mesh_axes` of `layer` say.
 
     Raises:
         TypeError: `layer` is none of these layers, or `variables` no mapping. ValueError: there are no adapters or no
@@ -158,6 +160,7 @@ def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
             "`layer` of merge: no `lora_rank`, expected that of the adapters in `variables`; pass the layer with the "
             "options that they were trained with."
         )
+    axes = getattr(layer, "mesh_axes", None)
 
     def merged(params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(params)
@@ -174,7 +177,8 @@ def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
                 weight = "kernel" if base == "lora" else base.removesuffix("_lora")
                 value = params[weight]
                 boxed = isinstance(value, nn.meta.AxisMetadata)
-                new = _layer_lora.merged(nn.meta.unbox(value), each, adapters[f"{base}_b"], scaling)
+                operands = (nn.meta.unbox(value), each, adapters[f"{base}_b"])
+                new = _layer_lora.merged(f"`{weight}` of merge", axes, *operands, scaling)
                 found[weight] = nn.meta.replace_boxed(value, new) if boxed else new
         return found
 
@@ -227,8 +231,10 @@ class GroupedLinear(nn.Module):
         sizes = {"num_groups": groups, "in_features": self.in_features, "out_features": columns}
         _layer_options.check_positive("GroupedLinear", **sizes)
         _layer_options.check_dtypes("GroupedLinear", self.dtype, self.param_dtype)
-        check_rank("linear", "x", "x", as_array("x", x, "[M, K]").shape)
+        x = as_array("x", x, "[M, K]")
+        check_rank("linear", "x", "x", x.shape)
         shape, of = (groups, self.in_features, columns), self.param_dtype
+        _layer_options.check_width("GroupedLinear", x, "in_features", "kernel", shape)
         kernel = _param(self, "kernel", self.kernel_init, shape, of, self.kernel_metadata)
         bias = None
         if self.use_bias:
@@ -312,6 +318,7 @@ def _experts(layer: Any, num_groups: int, mlp_dim: int, x: Array) -> tuple[Any, 
     _layer_options.check_positive(name, **sizes)
     _layer_options.check_dtypes(name, layer.dtype, layer.param_dtype)
     wide, of = resolve(layer.activation).fc1_width(mlp_dim), layer.param_dtype
+    _layer_options.check_width(name, x, "hidden", "wi", (num_groups, hidden, wide))
     wi = _param(layer, "wi", layer.kernel_init, (num_groups, hidden, wide), of, layer.wi_metadata)
     wo = _param(layer, "wo", layer.kernel_init, (num_groups, mlp_dim, hidden), of, layer.wo_metadata)
     biases: list[Any] = [None, None]

@@ -57,11 +57,13 @@ class _LoraLayer(RecipeLayer):
 
     Attributes:
         lora: their options. deterministic: without dropout, as after `layer.eval()`.
+        mesh_axes: those that a `MoE` is spread over, else None.
         dropout: the layer's own stream of keys, where elements are dropped, else None.
     """
 
     lora: LayerOptions
     deterministic: bool
+    mesh_axes: MeshAxes | None = None
 
     def _hold_lora(
         self, names: tuple[str, ...], weights: Any, given: tuple[Any, ...], dtype: Any, rngs: nnx.Rngs
@@ -102,7 +104,8 @@ class _LoraLayer(RecipeLayer):
             )
         for name, weight in weights.items():
             a, b = self._factors((name,))
-            weight[...] = _layer_lora.merged(weight[...], a, b, self.lora.scaling)
+            what = f"`{'kernel' if name == 'lora' else name.removesuffix('_lora')}` of {type(self).__name__}.merge"
+            weight.set_value(_layer_lora.merged(what, self.mesh_axes, weight[...], a, b, self.lora.scaling))
             delattr(self, f"{name}_a")
             delattr(self, f"{name}_b")
         self.lora = nnx.static(LayerOptions())
@@ -170,7 +173,9 @@ class GroupedLinear(_LoraLayer):
             x: [M, K]. group_sizes: integers [G]; rows past their sum give zero.
             rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
         """
-        check_rank("linear", "x", "x", as_array("x", x, "[M, K]").shape)
+        x = as_array("x", x, "[M, K]")
+        check_rank("linear", "x", "x", x.shape)
+        _layer_options.check_width("GroupedLinear", x, "in_features", "kernel", self.kernel[...].shape)
         x, kernel, bias, *factors = _cast(
             self.dtype, x, *self._frozen(self.kernel[...], _value(self.bias)), *self._factors(("lora",))
         )
@@ -243,6 +248,7 @@ class _Experts(_LoraLayer):
 
     def _weights(self, x: Array) -> tuple[Any, ...]:
         """x, wi, wo, wi_bias, wo_bias, and A and B of both adapters, in the dtype of the computation."""
+        _layer_options.check_width(type(self).__name__, x, "hidden", "wi", self.wi[...].shape)
         frozen = self._frozen(self.wi[...], self.wo[...], _value(self.wi_bias), _value(self.wo_bias))
         return _cast(self.dtype, x, *frozen, *self._factors(_ADAPTERS))
 

@@ -175,7 +175,8 @@ def update_scaling(
     """The state of the next step (numerics 2.5): scales from the amax history, and an empty slot for new amaxes.
 
     Args:
-        state: the cotangent of the state; leading axes, such as those of a scan over layers, are kept.
+        state: the cotangent of the state; leading axes, such as those of a scan over layers, are kept. Its groups may
+            be sharded; each shard is then updated where it is.
         axis_name: mesh axes over which the amaxes of this step are reduced to their maximum first, inside `shard_map`.
         previous: the state that `state` is the cotangent of. Where backward did not reach the state (a layer was
             skipped, or nothing read its result), JAX gives a cotangent of zeros: then the previous state is returned as

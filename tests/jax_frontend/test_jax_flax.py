@@ -536,6 +536,16 @@ def test_layer_refusals() -> None:
         for layer in (own, partial(other.init, jax.random.key(0))):
             with asserts.refused(TypeError, ("`x`", "list", f"expected a JAX or NumPy array {axes}", "convert it")):
                 layer([[1.0] * 3], jnp.asarray([1, 0]))
+    of_width = {"GroupedLinear": ("in_features", "kernel"), "GroupedMLP": ("hidden", "wi"), "MoE": ("hidden", "wi")}
+    for kind, (option, weight) in of_width.items():
+        sizes, rest = ((3, 4, 2, 1), ()) if kind == "MoE" else ((2, 3, 4), (jnp.asarray([1, 0]),))
+        words = (f"`x` of {kind}", "(2, 9)", f"expected 3 columns = `{option}`", f"`{weight}` (2, 3,", f"{option}=9")
+        for layer in (
+            getattr(nnx, kind)(*sizes, rngs=rngs),
+            partial(getattr(linen, kind)(*sizes).init, jax.random.key(0)),
+        ):
+            with asserts.refused(ValueError, words):
+                layer(jnp.ones((2, 9)), *rest)
     for name, given in (("dtype", "half-ish"), ("dtype", jnp.int32), ("param_dtype", jnp.int32), ("param_dtype", 3)):
         for kind, sizes in (("GroupedLinear", (2, 3, 4)), ("GroupedMLP", (2, 3, 4)), ("MoE", (3, 4, 2, 1))):
             x = (jnp.ones((2, 3)), *([] if kind == "MoE" else [jnp.asarray([1, 0])]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_grouped import grouped_mlp, linen, nnx, parallel, routed_mlp
 from jax_grouped.accumulate import StackedRef
 from tests import asserts, bounds
 from tests.bounds import Bounded
-from tests.jax_frontend.jax_tools import same
+from tests.jax_frontend.jax_tools import optimised, same
 from tests.jax_frontend.lora_layer_tools import (
     ARGUMENTS,
     KINDS,
@@ -36,6 +39,7 @@ from tests.jax_frontend.lora_layer_tools import (
     loss,
     made,
 )
+from tests.jax_frontend.parallel_tools import EXPERT, mesh_of
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_layer = pytest.mark.parametrize("form", LAYERS)
@@ -238,6 +242,91 @@ def test_stacked_layers_are_merged_as_each_alone(kind: str, form: str):
     for at in range(2):
         one = jax.tree.map(lambda each, at=at: each[at], {"params": weights, "lora": factors, "found": found})
         same(one["found"], linen.merge(definition, one)["params"])
+        same(one["found"], linen.merge(definition, jax.tree.map(np.asarray, one))["params"])
+
+
+def _spread(kind: str, layer: Any, mesh: Any, spec: P, of_adapters: P) -> Any:
+    """`layer` over a mesh: its experts as `spec`, their adapters as `of_adapters`, everything else whole."""
+
+    def put(path: Any, array: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        where = P() if "w" not in name or "shared" in name else of_adapters if "lora" in name else spec
+        return jax.device_put(np.asarray(array), NamedSharding(mesh, where))
+
+    if kind == "linen":
+        params, factors = (jax.tree_util.tree_map_with_path(put, each) for each in (layer.params, layer.factors))
+        return layer._replace(params=params, factors=factors, definition=layer.definition.clone(mesh_axes=EXPERT))
+    layer.module.mesh_axes = EXPERT
+    state = flax_nnx.state(layer.module, flax_nnx.Param)
+    flax_nnx.update(layer.module, jax.tree_util.tree_map_with_path(put, state))
+    return layer
+
+
+@pytest.mark.rule("LOR-5", "LYR-9")
+@pytest.mark.matrix(
+    kind=KINDS,
+    mesh_kind=(AxisType.Auto, AxisType.Explicit),
+    jitted=(True, False),
+    of_adapters=(P("expert"), P()),
+    shared=(F, None),
+)
+def test_layers_over_a_mesh_are_merged_where_their_experts_are(
+    kind: str, mesh_kind: AxisType, jitted: bool, of_adapters: P, shared: int | None
+):
+    """With the bits of one device. No weight moves, and a shared expert stays whole."""
+    expected = _merged(kind, build(kind, "MoE", shared_dim=shared))
+    mesh = mesh_of(mesh_kind, data=2, expert=G)
+    with jax.set_mesh(mesh):
+        layer = _spread(kind, build(kind, "MoE", shared_dim=shared), mesh, P("expert"), of_adapters)
+        if kind == "linen":
+            merge = partial(linen.merge, layer.definition)
+            variables = {"params": layer.params, "lora": layer.factors}
+            found = (jax.jit(merge) if jitted else merge)(variables)["params"]
+        else:
+            (flax_nnx.jit(lambda module: module.merge()) if jitted else nnx.MoE.merge)(layer.module)
+            found = flax_nnx.to_pure_dict(flax_nnx.state(layer.module, flax_nnx.Param))
+    same(found, expected)
+    for name in ("wi", "wo"):
+        where = NamedSharding(mesh, P("expert"))
+        assert found[name].sharding.is_equivalent_to(where, 3), found[name].sharding
+        assert shared is None or found["shared"][name].sharding.is_fully_replicated
+
+
+@pytest.mark.rule("LOR-5", "LYR-9")
+@pytest.mark.parametrize("mesh_kind", [AxisType.Auto, AxisType.Explicit])
+def test_merging_over_a_mesh_gathers_nothing(mesh_kind: AxisType):
+    mesh = mesh_of(mesh_kind, expert=G)
+    with jax.set_mesh(mesh):
+        layer = _spread("linen", build("linen", "MoE"), mesh, P("expert"), P("expert"))
+        merge = jax.jit(partial(linen.merge, layer.definition))
+        text = optimised(merge.lower({"params": layer.params, "lora": layer.factors}))
+    assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+
+
+@pytest.mark.rule("LOR-5", "LYR-9")
+@pytest.mark.parametrize("mesh_kind", [AxisType.Auto, AxisType.Explicit])
+def test_whole_weights_stay_whole_beside_split_adapters(mesh_kind: AxisType):
+    """As after training a layer whose weights nothing has split: gradients of adapters are split by experts."""
+    mesh = mesh_of(mesh_kind, expert=G)
+    layer = _spread("nnx", build("nnx", "MoE"), mesh, P(), P("expert"))
+    found = _merged("nnx", layer)
+    same(found, _merged("nnx", build("nnx", "MoE")))
+    assert found["wi"].sharding.is_fully_replicated
+
+
+@pytest.mark.rule("LOR-5", "ERR-1")
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_split_otherwise_are_not_merged(kind: str):
+    mesh = mesh_of(data=2, expert=G)
+    layer = _spread(kind, build(kind, "MoE"), mesh, P("expert", None, "data"), P())
+    words = ["sharded as", "'data'", "expected an array whose groups alone are split", "reshard it first"]
+    with asserts.refused(ValueError, ["`wi` of " + ("merge" if kind == "linen" else "MoE.merge"), *words]):
+        _merged(kind, layer)
+    layer = build("nnx", "MoE")
+    layer.module.mesh_axes = parallel.MeshAxes(expert="expert", tensor="data")
+    words = ["`wi` of MoE.merge", "tensor axis 'data'", "experts alone are split", "without that axis"]
+    with jax.set_mesh(mesh), asserts.refused(ValueError, words):
+        flax_nnx.jit(lambda module: module.merge())(layer.module)
 
 
 @pytest.mark.rule("LOR-5", "ERR-1")

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx as flax_nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -679,6 +680,13 @@ def test_why_unsupported_says_what_the_call_says():
     for op in (print, []):
         with asserts.refused(TypeError, ["`op`", "expected one of ragged_dot", "pass the public function"]):
             jg.explain(op, X, W, SIZES)
+    words = ["`op`: an instance of GroupedLinear", "its class or ragged_dot", "pass that", "lhs, rhs, group_sizes"]
+    with asserts.refused(TypeError, words):
+        jg.explain(jg.nnx.GroupedLinear(3, 8, 4, rngs=flax_nnx.Rngs(0)), X)
+    for op in (jg.moe, jg.parallel.moe):
+        words = [f"`op`: {op.__module__}.moe", "expected routed_mlp", "pass that", "x, experts, weights, wi, wo"]
+        with asserts.refused(TypeError, words):
+            jg.explain(op, X)
     assert jg.explain(jg.nnx.GroupedLinear, X, W, SIZES) == jg.explain(jg.ragged_dot, X, W, SIZES)
     mlp = (X, jnp.zeros((3, 8, 8)), jnp.zeros((3, 4, 8)), SIZES)
     assert jg.explain(jg.nnx.GroupedMLP, *mlp) == jg.explain(jg.grouped_mlp, *mlp)

@@ -498,6 +498,50 @@ def test_state_of_delayed_scaling() -> None:
         asserts.bitwise(found[1][name], expected[1][name], name)
 
 
+@pytest.mark.rule("LYR-9", "DLY-1")
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("data", [1, 2])
+def test_layers_are_trained_with_delayed_scaling(data: int, kind: AxisType, jitted: bool) -> None:
+    """Two of the steps of docs/recipes.md: states have the bits of one device, and stay where their experts are.
+
+    With a data axis the first step scales rows by the amaxes of a rank, so only what no product made has these bits.
+    """
+    x, dy, mesh = draw(T, H, dtype="bfloat16", seed="x"), draw(T, H, seed="dy"), mesh_of(kind, data=data, expert=4)
+    axes, roles = MeshAxes(data="data", expert="expert"), slice(None) if data == 1 else jnp.array([0, 1, 4])
+
+    def train(x: Any, axes: MeshAxes | None, place: Any) -> Any:
+        layer = nnx.MoE(H, F, E, K, mesh_axes=axes, recipe=FP8Delayed, param_dtype=jnp.bfloat16, rngs=flax_nnx.Rngs(0))
+        structure, params, scaling = flax_nnx.split(layer, flax_nnx.Param, nnx.Scaling)
+
+        def loss(params: Any, scaling: Any, x: Any) -> Any:
+            return (flax_nnx.merge(structure, params, scaling)(x)[0].astype(jnp.float32) * dy).sum()
+
+        def step(params: Any, scaling: Any, x: Any) -> Any:
+            _, found = jax.grad(loss, argnums=(0, 1))(params, scaling, x)
+            return nnx.update_scalings(found, previous=scaling)
+
+        state = flax_nnx.to_pure_dict(scaling)["scaling"]
+        flax_nnx.replace_by_pure_dict(scaling, {"scaling": place(state)})
+        run = jax.jit(step) if jitted else step
+        for scale in (1, 3):
+            scaling = run(params, scaling, x * scale)
+        return flax_nnx.to_pure_dict(scaling)["scaling"]
+
+    def split(state: Any) -> Any:
+        specs = (P(None, "expert"), P(None, None, "expert"), P())
+        leaves, tree = jax.tree.flatten(state)
+        placed = [jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)]
+        return jax.tree.unflatten(tree, placed)
+
+    expected = train(x, None, lambda state: state)
+    with jax.set_mesh(mesh):
+        found = train(jax.device_put(x, NamedSharding(mesh, P(("data", "expert")))), axes, split)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        asserts.bitwise(np.asarray(mine)[roles], np.asarray(theirs)[roles], "state")
+    assert [each.sharding.spec[-1] for each in (found.scale, found.history)] == ["expert"] * 2
+
+
 @pytest.mark.rule("LYR-12")
 @pytest.mark.parametrize("name", ["data_expert", "expert_tensor"])
 def test_a_shared_expert(name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,8 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped
+from grouped_core.scaling import ScalingState
 from tests import asserts, cases
-from tests.jax_frontend.jax_tools import copies, optimised
+from tests.jax_frontend.jax_tools import copies, optimised, same
 
 G, M, K, N = 8, 64, 16, 8
 X, W = (jnp.asarray(cases.normal(shape, "float32", "partition", shape)) for shape in ((M, K), (G, K, N)))
@@ -24,6 +27,7 @@ FRAGMENTS = (
     "expected the local arrays of one shard",
     "in_specs=",
     "jax.jit(local)",
+    "`mesh_axes=`",
 )
 
 
@@ -155,3 +159,121 @@ def test_one_device_and_shard_map_have_no_partitioner() -> None:
     assert "CustomSPMDPartitioning" not in jax.jit(product).lower(X, W, SIZES).as_text()
     assert "CustomSPMDPartitioning" not in jax.jit(local).lower(*placed(mesh, P("data"), P())).as_text()
     assert "CustomSPMDPartitioning" in jax.jit(product).lower(*placed(mesh, P(), P())).as_text()
+
+
+# ---- a call that is split as its operands are ------------------------------------------------------------------------
+
+DELAYED = jax_grouped.FP8Delayed.replace(history=3)
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+
+
+def cotangent(*lead: int, seed: int = 0) -> Any:
+    """A state with amaxes and scales of all kinds, and one role that backward did not reach."""
+    top = np.array(jax_grouped.scaling_state(DELAYED, G, products=2).top)
+    history = np.abs(cases.normal((*lead, top.size, 3, G), "float32", "history", seed))
+    scale = np.abs(cases.normal((*lead, top.size, G), "float32", "scale", seed))
+    history[..., 0, :, 1], history[..., 1, 0, 2], history[..., 2, 0, 3] = 0, np.inf, 1e-40
+    scale[..., 4], top = 0, np.broadcast_to(top, scale.shape[:-1]).copy()
+    top[..., 5] = 0
+    return ScalingState(scale, history, top, DELAYED.amax_algorithm)
+
+
+def along_groups(state: Any, over: Any) -> Any:
+    """The specs of a state whose groups are split; all its leading axes are whole."""
+    scale, history = (P(*(None,) * (each.ndim - 1), over) for each in (state.scale, state.history))
+    return ScalingState(scale, history, P(), state.algorithm)
+
+
+def put(mesh: Any, state: Any, specs: Any) -> Any:
+    return jax.tree.map(lambda each, spec: jax.device_put(each, NamedSharding(mesh, spec)), state, specs)
+
+
+@pytest.mark.rule("ACC-10", "DLY-1")
+@pytest.mark.matrix(
+    kind=(AxisType.Auto, AxisType.Explicit),
+    over=("model", ("data", "model")),
+    lead=((), (2,)),
+    kept=(True, False),
+    known=(True, False),
+)
+def test_states_of_delayed_scaling_are_updated_on_each_shard(
+    kind: AxisType, over: Any, lead: tuple[int, ...], kept: bool, known: bool
+) -> None:
+    """With the bits of one device, in the layout of the state, eagerly and in a program that moves nothing.
+
+    `kept`: with `previous`. `known`: the mesh is set.
+    """
+    states = (cotangent(*lead), cotangent(*lead, seed=1))
+
+    def update(state: Any, previous: Any) -> Any:
+        return jax_grouped.update_scaling(state, previous=previous if kept else None)
+
+    expected = update(*(jax.tree.map(jnp.asarray, state) for state in states))
+    mesh = mesh_of(kind, 2, 4)
+    operands = [put(mesh, state, along_groups(state, over)) for state in states]
+    with jax.set_mesh(mesh) if known else nullcontext():
+        run = jax.jit(update)
+        assert not any(word in optimised(run.lower(*operands)) for word in COLLECTIVES)
+        for found in (update(*operands), run(*operands)):
+            same(found, expected)
+            for mine, given in zip(jax.tree.leaves(found), jax.tree.leaves(operands[0]), strict=True):
+                assert mine.sharding.is_equivalent_to(given.sharding, mine.ndim), mine.sharding
+
+
+@pytest.mark.rule("ACC-10", "DLY-1")
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_states_are_updated_inside_of_shard_map(kind: AxisType, check_vma: bool) -> None:
+    state, mesh = cotangent(), mesh_of(kind, 2, 4)
+    specs = along_groups(state, "model")
+    local = jax.shard_map(
+        lambda state: jax_grouped.update_scaling(state, axis_name="data"),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=specs,
+        check_vma=check_vma,
+    )
+    expected = jax_grouped.update_scaling(jax.tree.map(jnp.asarray, state))
+    same(local(put(mesh, state, specs)), expected)
+    same(jax.jit(local)(put(mesh, state, specs)), expected)
+
+
+@pytest.mark.rule("ACC-10", "DLY-1")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_whole_parts_of_a_state_are_cut_as_the_others_are(kind: AxisType) -> None:
+    state, mesh = cotangent(), mesh_of(kind, 2, 4)
+    specs = replace(along_groups(state, "model"), history=P())
+    found = jax.jit(jax_grouped.update_scaling)(put(mesh, state, specs))
+    same(found, jax_grouped.update_scaling(jax.tree.map(jnp.asarray, state)))
+    assert [each.sharding.spec[-1] for each in (found.scale, found.history)] == ["model"] * 2
+
+
+@pytest.mark.rule("ACC-10")
+def test_layouts_of_results_do_not_reach_the_operands() -> None:
+    """Roles of a result may be asked to be split; those of the state are not, and the call still sees all of them."""
+    state, mesh = jax.tree.map(jnp.asarray, cotangent()), mesh_of(AxisType.Auto, 2)
+    by_roles = NamedSharding(mesh, P("data"))
+    run = jax.jit(lambda state: jax.tree.leaves(jax_grouped.update_scaling(state))[:2], out_shardings=by_roles)
+    same(run(state), jax.tree.leaves(jax_grouped.update_scaling(state))[:2])
+
+
+@pytest.mark.rule("ACC-10")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("part", "spec"),
+    [
+        ("scale", P("data", "model")),
+        ("history", P("data")),
+        ("history", P(None, None, "data")),
+        ("top", P("data")),
+    ],
+)
+def test_other_layouts_of_a_state_are_refused(kind: AxisType, part: str, spec: P) -> None:
+    state, mesh = cotangent(), mesh_of(kind, 2, 4)
+    operands = put(mesh, state, replace(along_groups(state, "model"), **{part: spec}))
+    words = (f"`{part}` of scale_update", *FRAGMENTS)
+    with asserts.refused(ValueError, words):
+        jax_grouped.update_scaling(operands)
+    error = jax.errors.JaxRuntimeError if kind == AxisType.Auto else ValueError
+    with asserts.refused(error, words):
+        jax.jit(jax_grouped.update_scaling)(operands)
