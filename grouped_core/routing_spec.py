@@ -107,8 +107,9 @@ def router_option(
     factors = {"scale": scale, "aux_coeff": aux_coeff, "z_coeff": z_coeff, "jitter": jitter}
     scale, aux_coeff, z_coeff, jitter = numbers("topk_router", **factors)
     if after_topk and score != "softmax":
-        words = "its default, because the other scores are always normalised over the chosen experts"
-        raise _wrong("after_topk", f"True with score {score!r}", words, "leave it out")
+        words = "its default, because only a softmax can be taken over the chosen experts instead of all"
+        remedy = "leave it out, or pass score='softmax'; `normalize` says whether the weights of the others sum to 1"
+        raise _wrong("after_topk", f"True with score {score!r}", words, remedy)
     if after_topk and k == 1:
         words = "k of 2 or more, because a softmax over one expert is always 1 and the router would not learn"
         raise _wrong("after_topk", "True with k = 1", words, "use after_topk=False")

@@ -326,6 +326,7 @@ def _deliver(saved: Saved, sizes: Tensor, at: int, grads: PairGrads, deliver: De
 
 ADAPTED_MLP = Operation(
     name=NAME,
+    product=_FORWARD,
     weights=MLP_LORA_NAMES,
     rows=_saved.OF_ROWS,
     places=(11, 12, 13, 14),
@@ -338,6 +339,7 @@ ADAPTED_MLP = Operation(
 )
 ADAPTED_ROUTED = Operation(
     name=ROUTED_NAME,
+    product=_ROUTED_FORWARD,
     weights=MLP_LORA_NAMES,
     rows=_saved.OF_ROWS,
     places=(12, 13, 14, 15),

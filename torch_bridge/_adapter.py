@@ -158,6 +158,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
 
 ADAPTED = Operation(
     name=NAME,
+    product=_FORWARD,
     weights=LORA_NAMES,
     rows=(_saved.ROWS,),
     places=(8, 9),

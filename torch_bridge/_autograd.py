@@ -18,7 +18,7 @@ from torch_bridge._checks import NAMES
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import Owner, Route, WeightGradient, check_listed_once
 from torch_bridge._once import once_differentiable
-from torch_bridge._record import Prepared
+from torch_bridge._record import Prepared, Rule
 from torch_bridge._scaling import Scaling, with_copied_scales
 from torch_bridge._tensors import Layouts, as_read, note_written, pack, unpack
 from torch_bridge.main_grad import Earlier
@@ -73,7 +73,7 @@ class Operation:
     """The differences between the linear operation and the MLPs.
 
     Attributes:
-        name: for messages. weights: names of the weight arguments.
+        name: for messages. product: the rule of forward. weights: names of the weight arguments.
         rows: names of the rows that are kept for backward, before all other operands.
         places: positions of the weights among the arguments. scale_place: position of the row scale.
         check: (all arguments, caches of layers) -> checked arguments.
@@ -87,6 +87,7 @@ class Operation:
     """
 
     name: str
+    product: Rule
     weights: tuple[str, ...]
     rows: tuple[str, ...]
     places: tuple[int, ...]

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from torch_bridge import _autocast, _codec, main_grad
-from torch_bridge._args import leaf_names
 from torch_bridge._autograd import Operation, Owners, differentiable
 from torch_bridge._compiling import is_compiling
-from torch_bridge._gradients import check_listed_once
-from torch_bridge._tensors import master_of, members, settle_rows
+from torch_bridge._gradients import Owner, check_listed_once, names_of
+from torch_bridge._tensors import MOST_SYMBOLS, master_of, members, settle_rows
 from torch_bridge._weight_forms import WeightForms
 
 OPERATIONS: dict[str, Operation] = {}
@@ -61,7 +60,8 @@ def run(
     count, replaced = len(masters), [None] * len(masters)
     each = [wgrad_accum] * count if to_main_grad or count == 1 else wgrad_accum
     if isinstance(each, (tuple, list)) and len(each) == count:
-        found = [_destinations(*own) for own in zip(each, parameters, masters, operation.weights, strict=True)]
+        of_weights = zip(each, parameters, masters, operation.weights, owners, strict=True)
+        found = [_destinations(*own) for own in of_weights]
         replaced = [own[1] for own in found]
         wgrad_accum = found[0][0] if count == 1 else tuple([own[0] for own in found])
     node = [_codec.to_tuples(each) for each in (*arguments, wgrad_accum, implementation)]
@@ -77,16 +77,17 @@ def _node(name: str, *arguments: Any) -> Tensor:
     """`run` as one node of a graph; `arguments` up to `implementation` come from `_codec.to_tuples`."""
     *given, out, grad_input, replaced = arguments
     operation = OPERATIONS[name]
-    settle_rows(given[0], given[operation.scale_place], out, grad_input)
+    settle_rows(given[0], given[operation.scale_place], out, grad_input, most=MOST_SYMBOLS)
     checked = operation.check(*[_codec.from_tuples(each) for each in given])
     return differentiable(operation, checked, out, grad_input, None, replaced)
 
 
-def _destinations(given: Any, parameters: Any, master: Any, name: str) -> tuple[Any, Any]:
+def _destinations(given: Any, parameters: Any, master: Any, name: str, owner: Owner | None) -> tuple[Any, Any]:
     """(`wgrad_accum` of one weight as tensors, whether each is overwritten).
 
     Args:
         given: the user's argument. master: the tensor or tensors of the weight. name: of the weight.
+        owner: the module that owns it, if it is not an argument of a function.
     """
     if given is None:
         return None, None
@@ -94,6 +95,6 @@ def _destinations(given: Any, parameters: Any, master: Any, name: str) -> tuple[
     replaced = tuple([main_grad.overwrites(each) for each in parameters]) or (False,)  # a weight without a master
     if not isinstance(given, str):
         return given, replaced
-    pairs = zip(parameters, leaf_names(parameters, name), strict=True)
+    pairs = zip(parameters, names_of(owner, parameters, name), strict=True)
     found = [main_grad.destination(each, own) if each.requires_grad else None for each, own in pairs]
     return found[0] if isinstance(master, Tensor) else found, replaced

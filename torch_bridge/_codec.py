@@ -61,11 +61,16 @@ def to_tuples(value: Any) -> Any:
         return ("tuple", *[to_tuples(each) for each in value])
     if isinstance(value, list):
         return ("list", *[to_tuples(each) for each in value])
-    if kind in (int, float) and is_compiling():  # a constant of the graph: Dynamo may have made the number an input
-        from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and Dynamo has imported it
+    return constant(value) if kind in (int, float) else value
 
-        return guard_scalar(value)
-    return value
+
+def constant(number: Any) -> Any:
+    """A number, or None, as a constant of a graph of torch.compile, which Dynamo may have made an input."""
+    if number is None or not is_compiling():
+        return number
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and Dynamo has imported it
+
+    return guard_scalar(number)
 
 
 def from_tuples(value: Any) -> Any:

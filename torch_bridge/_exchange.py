@@ -8,6 +8,7 @@ experts, B rows of the budget, j experts of a row at most, H columns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,20 +21,31 @@ from torch_bridge import _codec, _routing, _symmetric
 from torch_bridge._compiling import is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, once, permute_backward, save
-from torch_bridge._tensors import settle_rows
+from torch_bridge._tensors import MOST_SYMBOLS, settle_rows
 from torch_bridge.sizes import every_row
 
 
 class SendFacts(NamedTuple):
-    """Static facts of what is sent: those of `Exchange`; `codes`: the format that tokens are quantised in, or None."""
+    """Static facts of what is sent: those of `Exchange` but T, for which torch.compile may have a symbol.
+
+    Attributes:
+        budget: None: as many rows as there can be, a multiple of T.
+        codes: the format that tokens are quantised in, or None.
+    """
 
     ranks: int
     experts: int
-    tokens: int
     slots: int
-    budget: int
     once: bool
+    budget: int | None
     codes: Format | None = None
+
+    def exchange(self, tokens: int) -> Exchange:
+        """The facts of the exchange of so many tokens."""
+        most = exchange.exchange_option(
+            "send", ranks=self.ranks, experts=self.experts, tokens=tokens, slots=self.slots, once=self.once
+        )
+        return most if self.budget is None else replace(most, budget=self.budget)
 
 
 class SendOperands(NamedTuple):
@@ -46,7 +58,7 @@ class SendOperands(NamedTuple):
 
 
 def _send_rule(run: Any, static: SendFacts, o: SendOperands) -> tuple[Any, ...]:
-    sent = exchange.send_order(run, Exchange(*static[:-1]), o.experts, o.probs)
+    sent = exchange.send_order(run, static.exchange(run.spec(o.experts).shape[0]), o.experts, o.probs)
     facts = (sent.source, sent.experts, sent.inverse, sent.dropped, sent.probs, sent.entries)
     if static.codes is None:
         return (*facts, routing.gather(run, o.x, sent.source, static.slots, inverse=sent.inverse), None)
@@ -85,19 +97,22 @@ def send(op: Exchange, x: Tensor, experts: Tensor, probs: Tensor, codes: Format 
     Args:
         codes: a format with scales per row, in which tokens are quantised before they are sent.
     """
-    facts = (op.ranks, op.experts, op.tokens, op.slots, op.budget, op.once)
+    facts = SendFacts(op.ranks, op.experts, op.slots, op.once, None, codes)
+    if op.budget != facts.exchange(op.tokens).budget:
+        facts = SendFacts(op.ranks, op.experts, op.slots, op.once, op.budget, codes)
     if is_compiling():
-        return Sent(*_send_node(facts, _codec.to_tuples(codes), x, experts, probs))
-    return Sent(*_send(SendFacts(*facts, codes), x, experts, probs))
+        return Sent(*_send_node(_codec.to_tuples(facts), x, experts, probs))
+    return Sent(*_send(facts, x, experts, probs))
 
 
 @torch.compiler.allow_in_graph
-def _send_node(
-    facts: tuple[int, int, int, int, int, bool], codes: Any, x: Tensor, experts: Tensor, probs: Tensor
-) -> tuple[Any, ...]:
-    """`_send` as one node of a graph of torch.compile; `codes` come from `_codec.to_tuples`."""
-    settle_rows(x, experts, probs)
-    return tuple(_send(SendFacts(*facts, _codec.from_tuples(codes)), x, experts, probs))
+def _send_node(facts: Any, x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Any, ...]:
+    """`_send` as one node of a graph of torch.compile; `facts` come from `_codec.to_tuples`."""
+    static = _codec.from_tuples(facts)
+    # A budget that is a number was made of the number of tokens; otherwise the rows are a multiple of the tokens.
+    most = MOST_SYMBOLS // static.exchange(1).rows if static.budget is None else 0
+    settle_rows(x, experts, probs, most=most)
+    return tuple(_send(static, x, experts, probs))
 
 
 def _send(static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Any, ...]:
@@ -109,7 +124,7 @@ def _send(static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> tuple
 def _sent(static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> Sent:
     count = None if static.codes is None else every_row(x)
     source, found, inverse, dropped, weights, entries, values, scales = call(
-        _SEND, static, SendOperands(x, experts, probs, count), static.tokens
+        _SEND, static, SendOperands(x, experts, probs, count), x.shape[0]
     )
     rows = source.shape[0]
     facts = (source, found.view(rows, -1), inverse, dropped, weights.view(rows, -1), entries)

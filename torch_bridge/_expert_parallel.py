@@ -23,11 +23,12 @@ from grouped_core.formats import Format, QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_spec import check_shared
-from torch_bridge import _autocast, _exchange, _routing, _symmetric, route
+from torch_bridge import _autocast, _codec, _exchange, _routing, _symmetric, route
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_group, check_operand
 from torch_bridge._expert_lora import AdapterOptions, check_adapters
 from torch_bridge._router import router_logits
+from torch_bridge._serialized import name_in_files
 from torch_bridge._tensors import E8M0, StraightThrough, dtype_name, rows_spec
 from torch_bridge.moe import SharedExpert, experts_held, of_shared
 from torch_bridge.route import MoEAux, Permutation, topk_router
@@ -86,6 +87,9 @@ class Way(NamedTuple):
     came: Tensor | None = None
 
 
+name_in_files(Arrived, Way)
+
+
 @dataclass(frozen=True)
 class AllToAll:
     """Parts of a static size for every pair of ranks; no size is read on the host.
@@ -105,9 +109,13 @@ class AllToAll:
 
     def option(self, experts: Tensor, num_experts: int) -> Exchange:
         """The facts of the exchange of experts [T, k]."""
-        tokens, slots = (int(each) for each in experts.shape)
+        fixed = (num_experts, experts.shape[1], self.budget_factor)
+        num_experts, slots, factor = [_codec.constant(each) for each in fixed]
+        tokens = experts.shape[0]
+        if factor is not None:  # rounding up cannot be expressed by a symbol of torch.compile
+            tokens = _codec.constant(tokens)
         facts = {"ranks": self.process_group.size(), "experts": num_experts, "tokens": tokens, "slots": slots}
-        return exchange.exchange_option(FUNCTION, **facts, budget_factor=self.budget_factor, once=self.once_per_rank)
+        return exchange.exchange_option(FUNCTION, **facts, budget_factor=factor, once=self.once_per_rank)
 
     @property
     def _group(self) -> _exchange.Group:
@@ -213,6 +221,7 @@ def transport_option(
             beside adapters or of a recipe whose scales are not those of single rows. TypeError: no process group, or an
             object without `dispatch` and `combine`. RuntimeError: the machine lacks what the transport needs.
     """
+    budget_factor = _codec.constant(budget_factor)
     exchange.check_budget_factor(function, budget_factor)
     codes = None
     if send != "tokens" and (send, recipe) != (None, None):
@@ -468,7 +477,7 @@ def moe(
         check_operand(name, each, x)
     check_shared(FUNCTION, shared, SharedExpert)
     check_adapters(x, lora, shared, of_lora, lora_wgrad_accum)
-    experts = int(router.shape[0])
+    experts = _codec.constant(router.shape[0])
     check_own(experts, wo, process_group)
     rank, ranks = process_group.rank(), process_group.size()
 

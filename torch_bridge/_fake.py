@@ -14,7 +14,17 @@ from torch import Tensor
 from grouped_core.calls import Call, spec_in_format
 from torch_bridge._cache import Cache
 from torch_bridge._record import Recording, Rule, given_of, record
-from torch_bridge._tensors import RESULT_DTYPES, SYMBOLIC_ROWS, Form, Layout, Leaf, is_symbol, leaf_count, tensors_of
+from torch_bridge._tensors import (
+    RESULT_DTYPES,
+    SYMBOLIC_ROWS,
+    Form,
+    Layout,
+    Leaf,
+    is_symbol,
+    leaf_count,
+    multiple,
+    tensors_of,
+)
 
 planned: list[list[Call]] = []
 """Lists to which rules on meta tensors append the calls that they would launch; the innermost list is last."""
@@ -57,18 +67,10 @@ def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequ
 
 def _symbol_of(rows: Any, lengths: Sequence[Any]) -> Any:
     """The symbol of which M is a multiple; None if M, or a length that should be M, is a number or anything else."""
-    if not isinstance(rows, torch.SymInt):
+    times = multiple(rows)
+    if not times or not all(is_symbol(n) or (multiple(n) and n.node.expr == rows.node.expr) for n in lengths):
         return None
-    expression = rows.node.expr
-    if len(expression.free_symbols) != 1:
-        return None
-    (symbol,) = expression.free_symbols
-    times = expression.subs(symbol, SYMBOLIC_ROWS) // SYMBOLIC_ROWS
-    if expression != times * symbol:
-        return None
-    if not all(is_symbol(n) or (isinstance(n, torch.SymInt) and n.node.expr == expression) for n in lengths):
-        return None
-    return rows // int(times)
+    return rows // times
 
 
 def _places(rule: Rule, layouts: Sequence[Layout]) -> tuple[set[int], set[int]]:

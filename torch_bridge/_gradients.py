@@ -29,10 +29,22 @@ from torch_bridge.quantized_weight import QuantizedWeight
 
 
 class Owner(NamedTuple):
-    """The module that owns a weight: its Parameters, of which the weight may be a cast, and its queue."""
+    """The module that owns a weight: its Parameters, of which the weight may be a cast, and its queue.
+
+    `names`: of the Parameters in the module, for messages, each behind `path`; () if they are arguments of a function.
+    """
 
     parameters: tuple[Any, ...]
     delayed: main_grad.Delayed | None
+    names: tuple[str, ...] = ()
+    path: str = ""
+
+
+def names_of(owner: Owner | None, weights: Sequence[Any], argument: str) -> list[str]:
+    """The names that messages use for the tensors of a weight: those in its module, or those of the argument."""
+    if owner is None or not owner.names:
+        return leaf_names(weights, argument)
+    return [f"{owner.path}{name}" for name in owner.names]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,6 +159,7 @@ class Route:
         accumulators: () if `main_grad` of the owners is used. delayed: the queue.
         flags: whether flags of the owners are set after accumulation.
         overwrite: for each tensor, whether its gradient replaces the content; None: ask the owners.
+        owner: the module whose Parameters `owners` are, for messages.
     """
 
     name: str
@@ -158,6 +171,7 @@ class Route:
     delayed: main_grad.Delayed | None = None
     flags: bool = False
     overwrite: tuple[bool, ...] | None = None
+    owner: Owner | None = None
 
     def elsewhere(
         self,
@@ -180,7 +194,8 @@ class Route:
             stand_ins = leaves or [each for each in accumulators if each is not None]
             owners = stand_ins if owner is None else owner.parameters
         flags = to_main_grad and overwrite is None
-        return Route(self.name, self.parts, self.packed, self.live, owners, accumulators, delayed, flags, overwrite)
+        facts = (self.name, self.parts, self.packed, self.live)
+        return Route(*facts, owners, accumulators, delayed, flags, overwrite, owner)
 
     def deliver(self, gradient: WeightGradient | None, earlier: main_grad.Earlier = None) -> list[Tensor | None]:
         """The gradient for each tensor of the weight, None where it goes elsewhere; it is computed now, or queued.
@@ -198,7 +213,7 @@ class Route:
                 results[at] = each
             return results
         return main_grad.deliver(
-            leaf_names(self.owners, self.name),
+            names_of(self.owner, self.owners, self.name),
             self.owners,
             self.accumulators or None,
             self.overwrite,

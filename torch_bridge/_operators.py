@@ -39,6 +39,8 @@ class _Facts(NamedTuple):
 
 _codec.register(_Facts)
 _LIBRARY = torch.library.Library("torch_bridge", "DEF")
+_NAMES: dict[str, list[str]] = {}
+"""The operators of each rule, by the name of the rule."""
 
 
 def define(
@@ -73,7 +75,13 @@ def define(
 _READ, _STATIC = "Tensor[] read", "str facts, SymInt rows"
 
 
+def operators_of(*rules: Rule) -> set[Any]:
+    """All operators of rules, as dispatch modes see them."""
+    return {getattr(torch.ops.torch_bridge, name).default for rule in rules for name in _NAMES[rule.name]}
+
+
 def _define(name: str, schema: str, rule: Rule) -> None:
+    _NAMES.setdefault(rule.name, []).append(name)
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, partial(_execute, rule), device)

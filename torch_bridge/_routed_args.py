@@ -30,7 +30,7 @@ from torch_bridge._args import (
     weight_specs,
 )
 from torch_bridge._checks import ROUTED_NAMES, check_operand, check_readable
-from torch_bridge._tensors import dtype_name, home, rows_spec, settle_rows
+from torch_bridge._tensors import MOST_SYMBOLS, dtype_name, home, rows_spec, settle_rows
 from torch_bridge._weight_forms import WeightForms
 from torch_bridge.sizes import saturate
 
@@ -92,7 +92,9 @@ def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: T
     names, x = ROUTED_NAMES, home(tokens)
     check_readable(names.sizes, experts, x)
     check_readable(names.probs, weights, x)
-    settle_rows(x, experts, weights)  # values of tokens have T rows in every format whose scales are per row
+    slots = max(1, *map(int, experts.shape[1:2]))  # the rows are these times the tokens
+    # Values of tokens have T rows in every format whose scales are per row.
+    settle_rows(x, experts, weights, most=MOST_SYMBOLS // slots)
     check_routed_mlp(packed_spec(tokens, rows=True), rows_spec(experts), rows_spec(weights))
     for each in (experts, weights):
         torch._check(each.shape[0] == x.shape[0])  # torch.compile may have given them symbols of their own

@@ -76,7 +76,7 @@ def _forward_rule(run: Any, static: ProductFacts, o: _Operands) -> tuple[Any]:
     return (router_product.router_logits(run, _OP, o.x, o.router, o.sizes),)
 
 
-_FORWARD = define("router_product", _forward_rule, _Operands, ProductFacts, rows=("x",))
+FORWARD = define("router_product", _forward_rule, _Operands, ProductFacts, rows=("x",))
 
 
 class ProductGradFacts(NamedTuple):
@@ -105,7 +105,7 @@ _GRAD = define("router_product_grad", _grad_rule, _GradOperands, ProductGradFact
 
 
 def _product(x: Tensor, router: Tensor) -> Tensor:
-    return call(_FORWARD, ProductFacts(), _Operands(x, router.unsqueeze(0), every_row(x)), x.shape[0])[0]
+    return call(FORWARD, ProductFacts(), _Operands(x, router.unsqueeze(0), every_row(x)), x.shape[0])[0]
 
 
 class _Product(torch.autograd.Function):

@@ -87,7 +87,7 @@ def _router_rule(run: Any, static: RouterFacts, o: RouterOperands) -> tuple[Any,
     return (*chosen, *found.sums, found.dropped, None, None, None, None, None)
 
 
-_ROUTER = define(
+ROUTER = define(
     *("router", _router_rule, RouterOperands, RouterFacts, Router, Scores, GroupLimit),
     rows=("logits", "mask", "experts"),
 )
@@ -112,7 +112,7 @@ def _losses_rule(run: Any, static: LossFacts, o: LossOperands) -> tuple[Any, ...
     return routing.losses(run, static.op, routing.Sums(o.probs, o.counts, o.stats), o.dropped)
 
 
-_LOSSES = define("router_losses", _losses_rule, LossOperands, LossFacts)
+LOSSES = define("router_losses", _losses_rule, LossOperands, LossFacts)
 
 
 class RouterGradFacts(NamedTuple):
@@ -187,13 +187,13 @@ def choose(op: Router, group: str | None, o: RouterOperands) -> Routed:
 
 
 def _chosen(op: Router, group: str | None, o: RouterOperands) -> _Chosen:
-    found = call(_ROUTER, RouterFacts(op, group is None), o, o.logits.shape[0])
+    found = call(ROUTER, RouterFacts(op, group is None), o, o.logits.shape[0])
     weights, experts, load, first, read, *rest = found
     sums, dropped, of_losses = rest[:3], rest[3], rest[4:]
     if group is not None:
         probs, stats = summed(group, sums[0], sums[2])
         (counts,) = summed(group, sums[1])
-        of_losses = call(_LOSSES, LossFacts(op), LossOperands(probs, counts, stats, dropped), 0)
+        of_losses = call(LOSSES, LossFacts(op), LossOperands(probs, counts, stats, dropped), 0)
     values, slopes, z_slope, lost, overflow = of_losses
     aux_loss, z_loss, entropy = values.unbind()
     flag = overflow != 0 if is_compiling() else overflow.view(torch.bool)  # inductor of PyTorch 2.11 has no such view

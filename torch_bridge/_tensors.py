@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core.calls import ArraySpec
+from grouped_core.calls import MAX_ROWS, ArraySpec
 from grouped_core.formats import Format, QTensor
 from grouped_core.products import Cached, Paired
 from grouped_core.quantizing import Extras
@@ -45,6 +45,9 @@ SYMBOLIC_ROWS = 2**26 - 5
 smaller, so a length that is a multiple of it is a multiple of M. It is the largest prime for which 32 M, the rows of 32
 slots per token, do not exceed the limit of rows."""
 
+MOST_SYMBOLS = MAX_ROWS // SYMBOLIC_ROWS
+"""Rows are represented in specs up to this multiple of M."""
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a torch dtype in specs; a dtype unknown to specs keeps torch's name."""
@@ -62,10 +65,11 @@ def fixed_spec(tensor: Tensor) -> ArraySpec:
 
 
 def rows_spec(tensor: Tensor) -> ArraySpec:
-    """Like `fixed_spec`, for rows, whose number may be a symbol; the spec then has `SYMBOLIC_ROWS`."""
-    if not tensor.shape or not is_symbol(tensor.shape[0]):
+    """Like `fixed_spec`, for rows, whose number may be a multiple of a symbol, which is then `SYMBOLIC_ROWS`."""
+    times = multiple(tensor.shape[0]) if tensor.shape else 0
+    if not times:
         return fixed_spec(tensor)
-    return ArraySpec((SYMBOLIC_ROWS, *map(int, tensor.shape[1:])), dtype_name(tensor.dtype))
+    return ArraySpec((times * SYMBOLIC_ROWS, *map(int, tensor.shape[1:])), dtype_name(tensor.dtype))
 
 
 def is_symbol(length: Any) -> bool:
@@ -73,10 +77,24 @@ def is_symbol(length: Any) -> bool:
     return isinstance(length, torch.SymInt) and length.node.expr.is_Symbol
 
 
-def settle_rows(*operands: Any) -> None:
-    """Makes M a number unless it is a symbol in all of these operands; quantised rows have numbers."""
+def multiple(length: Any) -> int:
+    """How many times a single symbol of torch.compile a length is, up to `MOST_SYMBOLS`; else 0."""
+    if not isinstance(length, torch.SymInt) or len(length.node.expr.free_symbols) != 1:
+        return 0
+    expression = length.node.expr
+    (symbol,) = expression.free_symbols
+    times = expression.subs(symbol, SYMBOLIC_ROWS) // SYMBOLIC_ROWS
+    return int(times) if expression == times * symbol and times <= MOST_SYMBOLS else 0
+
+
+def settle_rows(*operands: Any, most: int = 1) -> None:
+    """Makes M a number unless it is a symbol in all of these operands; quantised rows have numbers.
+
+    Args:
+        most: up to this multiple of a symbol may remain, because rows made of them fit into specs as well.
+    """
     rows = [each.shape[0] if isinstance(each, Tensor) and each.shape else 0 for each in operands if each is not None]
-    if not all(map(is_symbol, rows)):
+    if not all(1 <= multiple(each) <= most for each in rows):
         for each in rows:
             int(each)
 

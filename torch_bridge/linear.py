@@ -192,6 +192,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
 
 LINEAR = Operation(
     name="grouped_linear",
+    product=_FORWARD,
     weights=(NAMES.w,),
     rows=(_saved.ROWS,),
     places=(1,),

@@ -252,6 +252,7 @@ def in_stages(
 
 MLP = Operation(
     name="grouped_mlp",
+    product=_FORWARD,
     weights=(MLP_NAMES.wi, MLP_NAMES.wo),
     rows=_saved.OF_ROWS,
     places=(1, 2),

@@ -20,6 +20,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from torch_bridge._args import Accumulators, Members, is_pair
 from torch_bridge._checks import check_operand
 from torch_bridge._router import router_logits
+from torch_bridge._serialized import name_in_files
 from torch_bridge._tensors import StraightThrough, fixed_spec
 from torch_bridge.mlp import grouped_mlp
 from torch_bridge.route import MoEAux, topk_router
@@ -41,6 +42,9 @@ class SharedExpert(NamedTuple):
     gate: Tensor | None = None
     recipe: Recipe | BoundRecipe | None = None
     lora: Any = None
+
+
+name_in_files(SharedExpert)
 
 
 def moe(

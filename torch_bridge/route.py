@@ -26,6 +26,7 @@ from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call
 from torch_bridge._routing import PermuteFacts, PermuteOperands, RouterOperands
+from torch_bridge._serialized import name_in_files
 from torch_bridge._tensors import SYMBOLIC_ROWS, dtype_name, fixed_spec, settle_rows
 from torch_bridge.sizes import every_row, saturate
 
@@ -72,6 +73,7 @@ class Padding(NamedTuple):
 
 
 _codec.register(Permutation, Padding)
+name_in_files(MoEAux, Permutation, Padding)
 
 
 def topk_router(

@@ -263,6 +263,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
 
 ROUTED = Operation(
     name="routed_mlp",
+    product=_FORWARD,
     weights=(ROUTED_NAMES.wi, ROUTED_NAMES.wo),
     rows=_saved.OF_ROWS,
     places=(3, 4),

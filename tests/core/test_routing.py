@@ -281,7 +281,7 @@ def test_tokens_have_the_bits_of_rows(recipe, policy):
         ({"score": "tanh"}, ["`score` of topk_router", "'tanh'", "softmax, sigmoid"]),
         ({"k": 9}, ["`k` of topk_router: 9", "1 to 8"]),
         ({"k": 0}, ["`k` of topk_router: 0", "1 to 8"]),
-        ({"after_topk": True, "score": "sigmoid"}, ["`after_topk`", "always normalised", "leave it out"]),
+        ({"after_topk": True, "score": "sigmoid"}, ["`after_topk`", "only a softmax", "leave it out"]),
         ({"after_topk": True, "k": 1}, ["`after_topk`", "would not learn", "after_topk=False"]),
         ({"scale": float("nan")}, ["`scale` of topk_router", "nan", "finite", "pass another"]),
         ({"aux_coeff": float("inf")}, ["`aux_coeff` of topk_router", "inf", "finite", "pass another"]),

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -311,6 +312,44 @@ def a_compiled_layer_is_one_graph_with_the_same_bits(mesh: DeviceMesh) -> None:
         found.append([y.detach(), *(arg.grad for arg in args)])
     for mine, theirs in zip(*found, strict=True):
         asserts.bitwise(mine, theirs)
+
+
+@check_of_graphs
+def compiled_layers_take_any_number_of_tokens(mesh: DeviceMesh) -> None:
+    """The bits of eager passes, with automatic and with requested symbols, of the module and of the function.
+
+    Without a budget factor one graph serves all numbers of tokens, and Dynamo makes the first one twice. A budget is a
+    number, and so are more rows than specs have multiples of a symbol for; then each number of tokens has its graph.
+    """
+    group = mesh.get_group()
+    torch.manual_seed(5)
+    module = nn.MoE(H, F, E, K, process_group=group).to(mesh.device_type)
+    router, wi, wo = (leaf(each) for each in weights_of(mesh, torch.float32))
+    wi, wo = (leaf(own_part(each, mesh)) for each in (wi, wo))
+    wide = nn.MoE(H, F, 48, 20, process_group=group).to(mesh.device_type)  # 2 * 20 rows for each token
+
+    def function(x: Tensor) -> Tensor:
+        return parallel.moe(x, router, wi, wo, K, process_group=group, once_per_rank=True, budget_factor=1.25)[0]
+
+    numbers = (T, 6, 8)
+    cases = (
+        *((module, [*module.parameters()], None, numbers, 2), (module, [*module.parameters()], True, numbers, 2)),
+        *((function, [router, wi, wo], True, numbers[:2], 3), (wide, [*wide.parameters()], True, numbers[:2], 3)),
+    )
+    for run, parameters, dynamic, every, most in cases:
+        torch._dynamo.reset()
+        graphs = CompileCounterWithBackend("aot_eager")
+        other = compiled(run, mesh, dynamic=dynamic, backend=graphs)
+        for tokens in every:
+            found = []
+            for each in (run, other):
+                x = leaf(drawn(mesh, tokens, H, seed=(tokens, mesh.get_rank())))
+                y = each(x)
+                y = y if isinstance(y, Tensor) else y[0]
+                found.append([y.detach(), *torch.autograd.grad((y * y).sum(), [x, *parameters])])
+            for mine, theirs in zip(*found, strict=True):
+                asserts.bitwise(mine, theirs, f"{tokens} tokens")
+        assert graphs.frame_count <= most, graphs.frame_count
 
 
 @check

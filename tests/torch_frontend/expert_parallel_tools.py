@@ -34,13 +34,13 @@ def check_of_graphs(run: Check) -> Check:
     return check(check_in(OF_GRAPHS)(run))
 
 
-def compiled(run: Any, mesh: DeviceMesh) -> Any:
+def compiled(run: Any, mesh: DeviceMesh, *, dynamic: bool | None = None, backend: Any = "aot_eager") -> Any:
     """One graph of `run` on the last rank, which is not where experts begin; eager passes on the others.
 
     So a graph is made once, and its exchanges must be those of eager passes, in their order.
     """
     last = mesh.get_rank() == mesh.size() - 1
-    return torch.compile(run, fullgraph=True, backend="aot_eager") if last else run
+    return torch.compile(run, fullgraph=True, dynamic=dynamic, backend=backend) if last else run
 
 
 def drawn(mesh: DeviceMesh, *shape: int, seed: object = 0, dtype: torch.dtype = torch.float32) -> Tensor:

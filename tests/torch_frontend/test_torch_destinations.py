@@ -14,9 +14,9 @@ from tests import asserts, bounds, cases
 from tests.parity.adapters import to_torch
 from tests.parity.mlp_adapters import problem
 from tests.torch_frontend.gradient_tools import as_argument, members_of, plain_gradient, stacked
-from tests.torch_frontend.nn_tools import CASE
+from tests.torch_frontend.nn_tools import CASE, main_grads
 from tests.torch_frontend.torch_tools import leaf, operation, small
-from torch_bridge import MXFP8, grouped_linear, grouped_mlp, quantize, straight_through
+from torch_bridge import MXFP8, grouped_linear, grouped_mlp, nn, quantize, straight_through
 
 
 @pytest.mark.rule("GRD-8")
@@ -120,6 +120,18 @@ def test_main_grads_that_cannot_be_written(made: Any, fragments: list[str], list
     name = "`weight[0]`" if listed else "`weight`"
     with asserts.refused(RuntimeError, ["`main_grad` of", name, *fragments]):
         y.backward(t.dy)
+
+
+@pytest.mark.parametrize("lora_rank", [None, 2])
+@pytest.mark.parametrize("single", [False, True])
+def test_a_layer_names_the_parameter_without_a_destination(single: bool, lora_rank: int | None) -> None:
+    options: dict[str, Any] = {"single_grouped_weight": single, "lora_rank": lora_rank}
+    layer = nn.GroupedMLP(3, 8, 8, accumulate_into_main_grad=True, **options)
+    missing = "linear_fc2.lora_B" if lora_rank else "linear_fc2.weight" if single else "linear_fc2.weight1"
+    main_grads([each for name, each in layer.named_parameters() if name != missing], 0.0)
+    y = layer(torch.ones(6, 8), [1, 2, 3])
+    with asserts.refused(RuntimeError, [f"`main_grad` of `{missing}`", "missing", "create it"]):
+        y.sum().backward()
 
 
 @pytest.mark.rule("GRD-6")

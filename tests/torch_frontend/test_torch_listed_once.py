@@ -118,7 +118,7 @@ def test_main_grads_of_both_weights_of_an_mlp_must_be_apart(recipe: Recipe | Non
     layer: Any = nn.GroupedMLP(2, K, K, activation="gelu_tanh", single_grouped_weight=packed, **options)
     wi, wo = layer.linear_fc1.weight_parameters(), layer.linear_fc2.weight_parameters()
     sizes, size = torch.tensor([5, 7], dtype=torch.int32), wi[0].numel()
-    names = ("wi", "wo") if packed else ("wi[0]", "wo[1]")
+    names = ("linear_fc1.weight", "linear_fc2.weight") if packed else ("linear_fc1.weight0", "linear_fc2.weight1")
     region = torch.zeros(4 * K * K)
 
     def backward(shift: int, dtype: torch.dtype = torch.float32) -> None:
@@ -151,7 +151,7 @@ def test_main_grad_in_the_memory_of_an_operand_is_refused_in_backward(packed: bo
     weights, sizes = layer.weight_parameters(), torch.tensor([5, 7], dtype=torch.int32)
     region = torch.zeros(5 * K * K, dtype=torch.bfloat16)
     x, dy, grads = region[: ROWS * K].view(ROWS, K), torch.ones(ROWS, K, dtype=torch.bfloat16), region[ROWS * K :]
-    name = "weight" if packed else "weight[1]"
+    name = "weight" if packed else "weight1"
 
     def run(*destinations: Tensor) -> None:
         for weight, to in zip(weights, destinations, strict=True):

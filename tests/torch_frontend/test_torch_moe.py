@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from grouped_core.routing_spec import router_option
@@ -437,6 +441,66 @@ def test_selective_recomputation_keeps_results_of_our_operators(names: tuple[str
     assert ("router" in again) == ("router" not in names)
 
 
+class _Products(TorchDispatchMode):
+    """Counts the products of experts and of routers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("torch_bridge::").partition("_into")[0]
+        if name in ("routed_mlp", "routed_mlp_lora", "mlp", "grouped_mlp_lora", "router", "router_product"):
+            self.run[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("options", [{}, {"recipe": FP8Delayed}, {"lora_rank": 2}], ids=["plain", "delayed", "lora"])
+def test_backward_multiplies_again_without_the_save_list(options: dict[str, Any], kept: bool) -> None:
+    module, x = _layer(shared_dim=16, **options), _x()
+    context = partial(create_selective_checkpoint_contexts, list(nn.save_list()) if kept else [])
+    recomputed = partial(checkpoint, module, use_reentrant=False, context_fn=context)
+    _same(*(_step(run, module, x) for run in (recomputed, module)))
+    counts = []
+    with _Products() as products:
+        y, aux = recomputed(x)
+        counts.append(dict(products.run))
+        products.run.clear()
+        (y.sum() + aux.aux_loss).backward()
+        counts.append(dict(products.run))
+    assert len(counts[0]) == 4, counts[0]
+    assert set(counts[0].values()) == {1}
+    assert counts[1] == ({} if kept else counts[0])
+
+
+# ---- programs of torch.export
+
+
+class _Moved(torch.nn.Module):
+    """Sorted and padded rows, and what says where they are."""
+
+    def forward(self, x: Tensor, experts: Tensor) -> Any:
+        rows, sizes, permutation = route.permute(x, experts, E, probs=torch.ones(experts.shape))
+        return permutation, *route.pad_groups(rows, sizes, 8)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("of", ["MoE", "rows"])
+def test_exported_programs_are_saved_and_loaded(of: str, strict: bool) -> None:
+    if of == "MoE":
+        module, given = _layer().eval(), (_x().detach(),)
+    else:
+        module, given = _Moved(), (_x().detach().reshape(-1, H), torch.from_numpy(experts_of(T, K, E)))
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(module, given, strict=strict), file)
+    file.seek(0)
+    ours, theirs = torch.export.load(file).module()(*given), module(*given)
+    assert list(map(type, ours)) == list(map(type, theirs))
+    for mine, other in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
+        asserts.bitwise(mine, other)
+
+
 # ---- reports and refusals
 
 
@@ -501,6 +565,11 @@ def test_activation_and_residuals_of_a_layer_are_fixed() -> None:
         (lambda: nn.MoE(H, F, E, K, score="tanh"), ValueError, ["`score`", "tanh", "softmax", "choose"]),
         (lambda: nn.MoE(H, F, E, K, dtype="bf16"), TypeError, ["`dtype` of MoE", "bf16", "torch.bfloat16", "choose"]),
         (lambda: nn.MoE(H, F, E, K, dtype=torch.int32), TypeError, ["`dtype` of MoE", "torch.int32", "choose"]),
+        (
+            lambda: nn.MoE(H, F, E, K, foo=1),
+            TypeError,
+            ["`foo` of MoE", "no such keyword", "leave it out", "score", "activation", "lora_rank"],
+        ),
         (lambda: nn.MoE(H, F, 0, K), ValueError, ["`num_experts` of MoE", "0", "1 or more", "size of that axis"]),
         (
             lambda: nn.MoE(H, F, E, K, shared_gate=True),

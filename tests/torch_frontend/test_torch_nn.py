@@ -276,6 +276,11 @@ def test_autocast_adds_unrounded_gradients_to_main_grad(form: str, delay: bool) 
             ["`recipe` of quantized_model_init", "BoundRecipe", "a Recipe or None", "recipe itself"],
         ),
         (lambda: nn.GroupedMLP(2, 4, 4, scale_bias=True), TypeError, ["`scale_bias` of GroupedMLP", "Sequential"]),
+        (
+            lambda: nn.GroupedMLP(2, 4, 4, foo=1),
+            TypeError,
+            ["`foo` of GroupedMLP", "no such keyword", "leave it out", "activation", "lora_rank"],
+        ),
         (lambda: nn.GroupedMLP(2, 4, 4, activation="swish"), ValueError, ["swish", "swiglu"]),
         (lambda: nn.GroupedMLP(2, 4, 4, residuals="none"), ValueError, ["none", "save_fc1"]),
         (

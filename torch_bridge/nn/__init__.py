@@ -1,6 +1,7 @@
 """Layers for training: parameters, delivery of their gradients, and checkpoints; `torch_bridge` does the arithmetic."""
 
 from torch_bridge.nn._primary import quantized_model_init as quantized_model_init
+from torch_bridge.nn._recomputation import save_list as save_list
 from torch_bridge.nn.activation import ScaledActivation as ScaledActivation
 from torch_bridge.nn.activation import ScaledClampedQGeGLU as ScaledClampedQGeGLU
 from torch_bridge.nn.activation import ScaledSiTUGLU as ScaledSiTUGLU

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +29,21 @@ def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
         if found[-1] < 1:
             raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
     return tuple(found)
+
+
+def check_keywords(layer: str, given: Iterable[str], *kinds: type[Any]) -> None:
+    """Refuses the first of the keywords that none of these layers has, whose keywords `layer` takes. Raises TypeError.
+
+    Without it the innermost layer would refuse it, by a name that the user did not write. No MLP takes `scale_bias`.
+    """
+    every = [each for kind in kinds for each in inspect.signature(kind).parameters.values()]
+    known = {each.name for each in every if each.kind is each.KEYWORD_ONLY} - {"scale_bias"}
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"`{name}` of {layer}: given, expected no such keyword; leave it out, or choose one of "
+                f"{', '.join(sorted(known))}."
+            )
 
 
 def parameter_dtype(layer: str, dtype: Any) -> torch.dtype:

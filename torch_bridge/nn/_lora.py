@@ -53,10 +53,10 @@ def key(dropout: float, training: bool, device: torch.device) -> tuple[float, Te
     return dropout, drawn.view(torch.uint32)
 
 
-def owners(layer: Any) -> tuple[Owner | None, Owner | None]:
-    """The owners of the gradients of A and of B, unless they simply go to autograd."""
+def owners(layer: Any, path: str = "") -> tuple[Owner | None, Owner | None]:
+    """The owners of the gradients of A and of B, unless they simply go to autograd; `path`: of the layer."""
     a, b = layer.lora_A, layer.lora_B
-    return layer.owner((a,)), layer.owner((b,))
+    return layer.owner((a,), ("lora_A",), path), layer.owner((b,), ("lora_B",), path)
 
 
 def merge(layer: Any) -> None:

@@ -195,7 +195,7 @@ class GroupedLinear(ScaledModule):
         self.note_addresses(weights)
         recipe = bound(self.recipe, self.scaling_state, x, training=self.training)
         rows = cast_rows(x, dtype)
-        name, owners = linear.LINEAR.name, (self.owner(parameters),)
+        name, owners = linear.LINEAR.name, (self.owner(parameters, self.weight_names),)
         arguments: tuple[Any, ...] = (
             rows,
             weights,
@@ -308,8 +308,12 @@ class GroupedLinear(ScaledModule):
         for name, value in zip(self.weight_names, members, strict=True):
             setattr(self, name, Parameter(value, requires_grad=False))
 
-    def owner(self, parameters: tuple[Any, ...]) -> Owner | None:
-        """The owner of the weight gradients, unless they simply go to autograd."""
+    def owner(self, parameters: tuple[Any, ...], names: tuple[str, ...], path: str = "") -> Owner | None:
+        """The owner of the weight gradients, unless they simply go to autograd.
+
+        Args:
+            names: of the parameters. path: of this layer in the one that runs it, with a dot; messages name both.
+        """
         if not self.accumulate_into_main_grad and not self.delay_wgrad_compute:
             return None
         if self.delay_wgrad_compute and not all(each.is_leaf for each in parameters):
@@ -317,7 +321,7 @@ class GroupedLinear(ScaledModule):
                 "`delay_wgrad_compute` of GroupedLinear: True beside a weight that is computed from others, as by a "
                 "parametrisation, whose gradient must be there in backward, expected Parameters; leave one of them out."
             )
-        return Owner(parameters, self.delayed if self.delay_wgrad_compute else None)
+        return Owner(parameters, self.delayed if self.delay_wgrad_compute else None, names, path)
 
     # ---- state for captured graphs and quantised weights -------------------------------------------------------------
 

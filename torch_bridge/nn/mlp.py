@@ -21,7 +21,14 @@ from torch_bridge._calling import run
 from torch_bridge._compiling import is_compiling
 from torch_bridge._tensors import home
 from torch_bridge.nn import _lora, _primary
-from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, positive
+from torch_bridge.nn._checks import (
+    cast_rows,
+    check_keywords,
+    check_microbatch,
+    check_recipe,
+    compute_dtype,
+    positive,
+)
 from torch_bridge.nn._scaling_state import ScaledModule, bound
 from torch_bridge.nn.activation import shortest
 from torch_bridge.nn.linear import GroupedLinear, check_layers
@@ -75,7 +82,10 @@ def fused_mlp(
     first = fc1.forms_of("linear_fc1", parameters[0], first_microbatch)
     second = fc2.forms_of("linear_fc2", parameters[1], first_microbatch)
     rows, biases = cast_rows(x, dtype), (fc1.biases(x), fc2.biases(x))
-    owners: tuple[Any, ...] = (fc1.owner(parameters[0]), fc2.owner(parameters[1]))
+    owners: tuple[Any, ...] = (
+        fc1.owner(parameters[0], fc1.weight_names, "linear_fc1."),
+        fc2.owner(parameters[1], fc2.weight_names, "linear_fc2."),
+    )
     if routed:
         name, operands = ROUTED.name, (rows, group_sizes, probs, wi, wo, True, activation, *biases)
     else:
@@ -113,9 +123,9 @@ def _adapters(
         )
     factors: list[Any] = []
     owners: list[Any] = []
-    for layer in (fc1, fc2):
+    for layer, path in ((fc1, "linear_fc1."), (fc2, "linear_fc2.")):
         factors += _lora.operands(layer, dtype) if layer.lora.rank else (None, None)
-        owners += _lora.owners(layer) if layer.lora.rank else (None, None)
+        owners += _lora.owners(layer, path) if layer.lora.rank else (None, None)
     scaling, dropout = having[0].lora[1:]
     training = any(layer.training for layer in having)
     return (*factors, scaling, *_lora.key(dropout, training, x.device)), tuple(owners)
@@ -163,6 +173,7 @@ class GroupedMLP(ScaledModule):
                 "`scale_bias` of GroupedMLP: given, expected no such keyword, because its second bias is always "
                 "multiplied by the probabilities; use a Sequential for another meaning."
             )
+        check_keywords("GroupedMLP", options, GroupedMLP, GroupedLinear)
         check_recipe("GroupedMLP", options.get("recipe"))
         self._activation = resolve(activation)
         self._residuals = residuals_option(residuals)

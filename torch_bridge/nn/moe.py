@@ -20,8 +20,8 @@ from torch_bridge import main_grad
 from torch_bridge._expert_parallel import Layer, Transport, check_chunks, transport_option
 from torch_bridge._router import router_logits
 from torch_bridge.moe import moe
-from torch_bridge.nn._checks import cast_rows, compute_dtype, parameter_dtype, positive
-from torch_bridge.nn.linear import check_layers
+from torch_bridge.nn._checks import cast_rows, check_keywords, compute_dtype, parameter_dtype, positive
+from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.nn.mlp import GroupedMLP
 from torch_bridge.route import MoEAux, topk_router
 from torch_bridge.routed import routed_mlp
@@ -174,6 +174,7 @@ class MoE(Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        check_keywords("MoE", options, MoE, GroupedMLP, GroupedLinear)
         sizes = {"hidden": hidden, "mlp_dim": mlp_dim, "num_experts": num_experts}
         hidden, mlp_dim, num_experts, self.num_experts_per_tok = positive(
             "MoE", **sizes, num_experts_per_tok=num_experts_per_tok
