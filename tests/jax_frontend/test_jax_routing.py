@@ -197,11 +197,11 @@ def extras(names: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.rule("ALL-1", "LYR-1", "LYR-3", "LYR-8", "LYR-15")
 @pytest.mark.matrix(
-    name=tuple(OPTIONS), given=("plain", "bias mask", "sequences", "replay mask sequences"), losses=(True, False)
+    name=tuple(OPTIONS), given=("plain", "bias mask", "sequences", "replay mask sequences"), with_losses=(True, False)
 )
-def test_values_and_gradients_are_those_of_the_rule(name: str, given: str, losses: bool) -> None:
+def test_values_and_gradients_are_those_of_the_rule(name: str, given: str, with_losses: bool) -> None:
     logits, d_weights = draw(T, E, seed=name), draw(T, K, seed="dw")
-    options = OPTIONS[name] | ({"aux_coeff": 0.3, "z_coeff": 0.2} if losses else {})
+    options = OPTIONS[name] | ({"aux_coeff": 0.3, "z_coeff": 0.2} if with_losses else {})
     public, own = extras(given)
     if "jitter" in options:
         public["key"], own["key"] = jnp.asarray(KEY), KEY
