@@ -202,7 +202,7 @@ def check_width(layer: str, x: Array, option: str, weight: str, shape: tuple[int
         ValueError: it has another length.
     """
     width = shape[1]
-    if x.ndim and (came := x.shape[-1]) != width:
+    if x.ndim > 1 and (came := x.shape[-1]) != width:
         raise ValueError(
             f"`x` of {layer}: shape {x.shape}, expected {width} columns = `{option}`, to match `{weight}` {shape}; "
             f"pass rows of {width} columns, or make the layer with {option}={came}."

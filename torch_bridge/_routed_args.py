@@ -92,7 +92,7 @@ def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: T
     names, x = ROUTED_NAMES, home(tokens)
     check_readable(names.sizes, experts, x)
     check_readable(names.probs, weights, x)
-    slots = max(1, *map(int, experts.shape[1:2]))  # the rows are these times the tokens
+    slots = max([1, *map(int, experts.shape[1:2])])  # the rows are these times the tokens
     # Values of tokens have T rows in every format whose scales are per row.
     settle_rows(x, experts, weights, most=MOST_SYMBOLS // slots)
     check_routed_mlp(packed_spec(tokens, rows=True), rows_spec(experts), rows_spec(weights))

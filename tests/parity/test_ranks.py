@@ -606,6 +606,7 @@ TORCH: dict[str, Function] = {
         },
     ),
     "quantized_model_init": Function(lambda: nn.quantized_model_init()),
+    "save_list": Function(lambda: nn.save_list()),
     **{
         f"{prefix}GroupedLinear": Function(
             _torch_layer("GroupedLinear", G, K, N, recipe=recipe), {"x": X, **_LINEAR_ARGUMENTS}
