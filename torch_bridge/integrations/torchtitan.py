@@ -18,6 +18,7 @@ from torch import Tensor
 from grouped_core.activations import Activation
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import Recipe
+from torch_bridge import nn
 from torch_bridge.integrations._options import Options, local, options_of, refuse
 from torch_bridge.integrations._replacing import Registration, Replacement
 from torch_bridge.integrations._replacing import register as replace
@@ -27,8 +28,6 @@ __all__ = ["register", "save_list"]
 
 FORWARD = ("self", "x_RD", "num_tokens_per_expert_E")
 """Parameters of the `forward` of torchtitan's grouped experts."""
-OPERATORS = ("mlp", "linear", "routed_mlp")
-"""Operators of `torch.ops.torch_bridge` whose results hold what the products of experts computed."""
 
 Forward = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -75,7 +74,7 @@ def save_list() -> set[Any]:
 
     `register` adds them. A subclass of `SelectiveAC` with a `get_save_ops` of its own adds them itself.
     """
-    return {getattr(torch.ops.torch_bridge, name).default for name in OPERATORS}
+    return nn.save_list()
 
 
 def _with_operators(own: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
