@@ -1,7 +1,7 @@
-// Problem -> tile, for the wgmma kernels. Pure arithmetic on shapes and types, tested without a GPU. Neither M nor a
-// group's size takes part in any choice. That of a tile does not show in bits, since every tile adds along the
-// contracted axis in the same order; that of the parts of a sum does, and G takes part in it: batch-invariant calls
-// have one part.
+// Problem -> tile, for the wgmma kernels. Pure arithmetic on shapes and types, tested without a GPU. No group's size
+// takes part in any choice, M in that of tiles of even height alone. The choice of a tile does not show in bits, since
+// every tile adds along the contracted axis in the same order; that of the parts of a sum does, and G takes part in it:
+// batch-invariant calls have one part.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,10 @@ inline constexpr TileChoice kNarrow = {64, 7, 2};
 // With an activation a slot is half as large, and three of them take turns.
 inline constexpr TileChoice kWithActivation = {192, 5, 3};
 
+// Tiles of up to kEvenRows rows by kEvenCols columns, all those of a group equally high (pipeline_even.cuh), with the
+// stages and slots of kManyStages, kManySlots and kWithActivation.
+inline constexpr int kEvenRows = 192, kEvenCols = 128;
+
 // Gradients at the hidden rows, whose epilogue has memory of its own instead of slots.
 inline constexpr TileChoice kDact = {128, 5, 0};
 // The same for long sums, behind which that epilogue hides although there are registers for one chain of its
@@ -44,6 +48,13 @@ inline constexpr int kPromotingTallRows = 192;
 
 // For ragged rows: `contracted` elements per sum, `out_bytes` of a result element, `cols` of a result row.
 const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes, int64_t cols);
+
+// Whether tiles of even height take its place, for results of 16 bits: where groups have as many rows on average that
+// they fit into few of them better than into tiles of 128 rows.
+bool even_tiles_sm90(int64_t rows, int64_t groups, int64_t cols);
+// The same for the up projection with a gated activation, and for 8-bit operands with scales of groups.
+bool even_tiles_with_activation_sm90(int64_t rows, int64_t groups);
+bool even_fp8_tiles_sm90(int64_t rows, int64_t groups);
 
 // For gradients at the hidden rows of plain operands.
 const TileChoice& dact_tile_sm90(int64_t contracted);

@@ -16,7 +16,8 @@
 //   tile               accumulators   ring         slots           registers, 128 + 256 threads
 //   128 x (96 + 96)    192 a thread   5 x 40 KiB   8 x 3 x 1 KiB   40 / 232
 //
-// Kinds that are not gated have 192 result columns per tile and no pairs.
+// Kinds that are not gated have 192 result columns per tile and no pairs. Where the number of rows per group asks for
+// tiles of even height: grouped_matmul_act_bf16_even_sm90.cu.
 #include "cc/api/kernel.h"
 #include "cc/kernels/grouped_matmul_act_bf16_sm90.cuh"
 #include "cc/kernels/kernels.h"
@@ -24,6 +25,7 @@
 namespace grouped {
 
 namespace sm90 {
+void launch_even_up(const GroupedMatmulAct&, const UpParams&, void* stream);
 extern template void launch_up_pairs<__nv_bfloat16, Major::k>(const GroupedMatmulAct&, const UpParams&, void*);
 extern template void launch_up_pairs<__nv_bfloat16, Major::mn32>(const GroupedMatmulAct&, const UpParams&, void*);
 extern template void launch_up_pairs<__half, Major::k>(const GroupedMatmulAct&, const UpParams&, void*);
@@ -59,6 +61,9 @@ size_t workspace(const GroupedMatmulAct&, const Target&) { return sizeof(RowDraw
 void launch(const GroupedMatmulAct& call, const Context& context) {
   if (call.lhs.dims[0] == 0) return;
   const UpParams p = up_params(call, context);
+  if (is_gated(p.activation.kind) && even_tiles_with_activation_sm90(p.rows, p.groups)) {
+    return launch_even_up(call, p, context.stream);
+  }
   return call.lhs.dtype == DType::bf16 ? launch_types<__nv_bfloat16>(call, p, context.stream)
                                        : launch_types<__half>(call, p, context.stream);
 }

@@ -16,6 +16,8 @@
 //   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232    short sums
 //   128 x 64    64 a thread    7 x 24 KiB   8 x 2 x 2 KiB   40 / 232    few columns
 //   128 x 256   128 a thread   4 x 48 KiB   8 x 1 x 2 KiB   40 / 232    very long sums, shared by both warpgroups
+//
+// Where the number of rows per group asks for tiles of even height: grouped_matmul_bf16_even_sm90.cu.
 #include "cc/api/calls.h"
 #include "cc/api/halves.h"
 #include "cc/api/kernel.h"
@@ -27,6 +29,11 @@
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
+
+namespace sm90 {
+void launch_even_rows(const GroupedMatmul&, const HalvesParams&, void* stream);
+}
+
 namespace {
 
 using namespace sm90;
@@ -91,9 +98,10 @@ void launch_types(const GroupedMatmul& call, const HalvesParams& p, void* stream
   const TileChoice& tile = rows_tile_sm90(p.length, sizeof(Out), p.cols);
   if (&tile == &kNarrow) return launch_shape<T, Out, TileOf<kNarrow>>(call, p, stream);
   if constexpr (sizeof(Out) == 2) {
-    // Products with scales of groups are kernels of their own, which do without this tile.
-    if (&tile == &kCooperative && !has_group_scales(call.scales)) {
-      return launch_shape<T, Out, CooperativeTile>(call, p, stream);
+    // Products with scales of groups are kernels of their own, which do without these tiles.
+    if (!has_group_scales(call.scales)) {
+      if (even_tiles_sm90(p.rows, p.groups, p.cols)) return launch_even_rows(call, p, stream);
+      if (&tile == &kCooperative) return launch_shape<T, Out, CooperativeTile>(call, p, stream);
     }
     if (&tile != &kManySlots) return launch_shape<T, Out, TileOf<kManyStages>>(call, p, stream);
   }

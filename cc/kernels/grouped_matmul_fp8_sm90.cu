@@ -9,12 +9,19 @@
 //            |  * both scales of the group, + bias, * row scale, one rounding; slots of 16 rows in shared memory
 //            v
 //   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
+//
+// Where the number of rows per group asks for tiles of even height: grouped_matmul_fp8_even_sm90.cu.
 #include "cc/device/sm90/pipeline_fp8.cuh"
 #include "cc/device/sm90/rows_product_fp8.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
+
+namespace sm90 {
+void launch_even_fp8_rows(const GroupedMatmul&, Fp8RowsParams, void* stream);
+}
+
 namespace {
 
 using namespace sm90;
@@ -77,6 +84,9 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
 void launch(const GroupedMatmul& call, const Context& context) {
   launch_fp8_rows<PromotedRows>(call, context, [&](auto product, const Fp8RowsParams& p) {
     using Product = decltype(product);
+    if (sizeof(typename Product::Result) == 2 && !p.scaled && even_fp8_tiles_sm90(p.rows, p.groups)) {
+      return launch_even_fp8_rows(call, p, context.stream);
+    }
     launch_rows_product<Product>(grouped_product_fp8_sm90<Product>, p, context.stream);
   });
 }

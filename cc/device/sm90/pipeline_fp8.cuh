@@ -22,6 +22,7 @@
 #include "cc/device/sm90/layout_fp8.cuh"
 #include "cc/device/sm90/operands_fp8.cuh"
 #include "cc/device/sm90/pipeline.cuh"
+#include "cc/device/sm90/ptx_fp8.cuh"
 
 namespace grouped::sm90 {
 

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cc/device/sm90/registers.h"
+
 namespace grouped::ptx {
 
 // ---- roles ----
@@ -246,41 +248,24 @@ __device__ inline void wgmma_done(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define GROUPED_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define GROUPED_D16(i) GROUPED_D4(i), GROUPED_D4(i + 4), GROUPED_D4(i + 8), GROUPED_D4(i + 12)
-#define GROUPED_REGS_32                                                    \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define GROUPED_REGS_64                                                              \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define GROUPED_REGS_96                                                              \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define GROUPED_WGMMA_64(TYPE)                                                         \
-  asm volatile(                                                                        \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                     \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" GROUPED_REGS_32 \
-      "}, %32, %33, p, 1, 1, %35, %36;\n}\n"                                           \
-      : GROUPED_D16(0), GROUPED_D16(16)                                                \
+#define GROUPED_WGMMA_64(TYPE)                                                     \
+  asm volatile(                                                                    \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                 \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" GROUPED_R32 \
+      "}, %32, %33, p, 1, 1, %35, %36;\n}\n"                                       \
+      : GROUPED_D16(0), GROUPED_D16(16)                                            \
       : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
-#define GROUPED_WGMMA_128(TYPE)                                                         \
-  asm volatile(                                                                         \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                      \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" GROUPED_REGS_64 \
-      "}, %64, %65, p, 1, 1, %67, %68;\n}\n"                                            \
-      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48)               \
+#define GROUPED_WGMMA_128(TYPE)                                                     \
+  asm volatile(                                                                     \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                  \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" GROUPED_R64 \
+      "}, %64, %65, p, 1, 1, %67, %68;\n}\n"                                        \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48)           \
       : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
 #define GROUPED_WGMMA_192(TYPE)                                                                             \
   asm volatile(                                                                                             \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                          \
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" GROUPED_REGS_96                     \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" GROUPED_R96                         \
       "}, %96, %97, p, 1, 1, %99, %100;\n}\n"                                                               \
       : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80) \
       : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
@@ -295,17 +280,17 @@ __device__ inline void wgmma_done(float (&d)[kCount]) {
   } else {                                      \
     MACRO("e4m3.e4m3");                         \
   }
-#define GROUPED_WGMMA_FP8_128(TYPES)                                                                         \
-  asm volatile(                                                                                              \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                           \
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32." TYPES " {" GROUPED_REGS_64 "}, %64, %65, p, 1, 1;\n}\n" \
-      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48)                                    \
+#define GROUPED_WGMMA_FP8_128(TYPES)                                                                     \
+  asm volatile(                                                                                          \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                       \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." TYPES " {" GROUPED_R64 "}, %64, %65, p, 1, 1;\n}\n" \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48)                                \
       : "l"(a), "l"(b), "r"(accumulate))
-#define GROUPED_WGMMA_FP8_192(TYPES)                                                                         \
-  asm volatile(                                                                                              \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                           \
-      "wgmma.mma_async.sync.aligned.m64n192k32.f32." TYPES " {" GROUPED_REGS_96 "}, %96, %97, p, 1, 1;\n}\n" \
-      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80)  \
+#define GROUPED_WGMMA_FP8_192(TYPES)                                                                        \
+  asm volatile(                                                                                             \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                          \
+      "wgmma.mma_async.sync.aligned.m64n192k32.f32." TYPES " {" GROUPED_R96 "}, %96, %97, p, 1, 1;\n}\n"    \
+      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80) \
       : "l"(a), "l"(b), "r"(accumulate))
 
 // Element types of two 8-bit operands, which tensor cores take K-major only: E5M2 (wide) or E4M3.
@@ -353,11 +338,6 @@ __device__ inline void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int acc
   }
 }
 
-#define GROUPED_REGS_48                                                              \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-
 #define GROUPED_WGMMA_TF32(N, REGS, A, B, ACCUMULATE, ...)                                                      \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k8.f32.tf32.tf32 {" REGS "}, {" A "}, " B ", " ACCUMULATE \
                ", 1, 1;\n"                                                                                      \
@@ -369,80 +349,26 @@ template <int kN>
 __device__ inline void wgmma_tf32(float (&d)[kN / 2], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
   static_assert(kN == 96 || kN == 128);
   if constexpr (kN == 96) {
-    GROUPED_WGMMA_TF32("96", GROUPED_REGS_48, "%48, %49, %50, %51", "%52", "1", GROUPED_D16(0), GROUPED_D16(16),
+    GROUPED_WGMMA_TF32("96", GROUPED_R48, "%48, %49, %50, %51", "%52", "1", GROUPED_D16(0), GROUPED_D16(16),
                        GROUPED_D16(32));
   } else {
-    GROUPED_WGMMA_TF32("128", GROUPED_REGS_64, "%64, %65, %66, %67", "%68", "1", GROUPED_D16(0), GROUPED_D16(16),
+    GROUPED_WGMMA_TF32("128", GROUPED_R64, "%64, %65, %66, %67", "%68", "1", GROUPED_D16(0), GROUPED_D16(16),
                        GROUPED_D16(32), GROUPED_D16(48));
   }
 }
 // d[64, 96] = a[64, 8] * b[8, 96]: what d held is not even named, or it would have to be made first.
 __device__ inline void wgmma_tf32_first(float (&d)[48], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                         uint64_t b) {
-#define GROUPED_W4(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
-#define GROUPED_W16(i) GROUPED_W4(i), GROUPED_W4(i + 4), GROUPED_W4(i + 8), GROUPED_W4(i + 12)
-  GROUPED_WGMMA_TF32("96", GROUPED_REGS_48, "%48, %49, %50, %51", "%52", "0", GROUPED_W16(0), GROUPED_W16(16),
+  GROUPED_WGMMA_TF32("96", GROUPED_R48, "%48, %49, %50, %51", "%52", "0", GROUPED_W16(0), GROUPED_W16(16),
                      GROUPED_W16(32));
 }
-// d[64, kN] (+)= a[64, 32] * b[32, kN] of 8-bit elements; with kFirst likewise.
-template <class Pair, int kN, bool kFirst>
-__device__ inline void wgmma_fp8_part(float (&d)[kN / 2], uint64_t a, uint64_t b) {
-#define GROUPED_PART(N, REGS, A, B, SCALE, TYPES, ...)                                                                \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k32.f32." TYPES " {" REGS "}, " A ", " B ", " SCALE ", 1, 1;\n" \
-               : __VA_ARGS__                                                                                          \
-               : "l"(a), "l"(b))
-#define GROUPED_PART_64(TYPES) \
-  GROUPED_PART("64", GROUPED_REGS_32, "%32", "%33", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16))
-#define GROUPED_PART_96(TYPES) \
-  GROUPED_PART("96", GROUPED_REGS_48, "%48", "%49", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32))
-#define GROUPED_PART_128(TYPES)                                                                                    \
-  GROUPED_PART("128", GROUPED_REGS_64, "%64", "%65", "1", TYPES, GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), \
-               GROUPED_D16(48))
-#define GROUPED_FIRST_128(TYPES)                                                                                   \
-  GROUPED_PART("128", GROUPED_REGS_64, "%64", "%65", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32), \
-               GROUPED_W16(48))
-#define GROUPED_FIRST_64(TYPES) \
-  GROUPED_PART("64", GROUPED_REGS_32, "%32", "%33", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16))
-#define GROUPED_FIRST_96(TYPES) \
-  GROUPED_PART("96", GROUPED_REGS_48, "%48", "%49", "0", TYPES, GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32))
-#define GROUPED_PART_OF(SIZE)                     \
-  if constexpr (kFirst) {                         \
-    GROUPED_WGMMA_FP8_PAIRS(GROUPED_FIRST_##SIZE) \
-  } else {                                        \
-    GROUPED_WGMMA_FP8_PAIRS(GROUPED_PART_##SIZE)  \
-  }
-  static_assert(kN == 64 || kN == 96 || kN == 128);
-  if constexpr (kN == 64) {
-    GROUPED_PART_OF(64)
-  } else if constexpr (kN == 128) {
-    GROUPED_PART_OF(128)
-  } else {
-    GROUPED_PART_OF(96)
-  }
-#undef GROUPED_PART
-#undef GROUPED_PART_OF
-#undef GROUPED_PART_64
-#undef GROUPED_PART_128
-#undef GROUPED_PART_96
-#undef GROUPED_FIRST_64
-#undef GROUPED_FIRST_128
-#undef GROUPED_FIRST_96
-}
-#undef GROUPED_W4
-#undef GROUPED_W16
 
 #undef GROUPED_WGMMA_TF32
 #undef GROUPED_WGMMA_FP8_128
 #undef GROUPED_WGMMA_FP8_192
 #undef GROUPED_WGMMA_FP8_PAIRS
-#undef GROUPED_D4
-#undef GROUPED_D16
-#undef GROUPED_REGS_32
-#undef GROUPED_REGS_48
-#undef GROUPED_REGS_64
 #undef GROUPED_WGMMA_64
 #undef GROUPED_WGMMA_128
-#undef GROUPED_REGS_96
 #undef GROUPED_WGMMA_192
 
 }  // namespace grouped::ptx

@@ -4,29 +4,10 @@
 
 #include <cstdint>
 
+#include "cc/device/sm90/registers.h"
+
 namespace grouped::ptx {
 
-#define GROUPED_RW4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define GROUPED_RW8(i) GROUPED_RW4(i), GROUPED_RW4(i + 4)
-#define GROUPED_W4(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3])
-#define GROUPED_W8(i) GROUPED_W4(i), GROUPED_W4(i + 4)
-#define GROUPED_R4 "%0, %1, %2, %3"
-#define GROUPED_R8 GROUPED_R4 ", %4, %5, %6, %7"
-#define GROUPED_R12 GROUPED_R8 ", %8, %9, %10, %11"
-#define GROUPED_R16 GROUPED_R12 ", %12, %13, %14, %15"
-#define GROUPED_R24 GROUPED_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define GROUPED_R32 GROUPED_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define GROUPED_R40 GROUPED_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define GROUPED_R48 GROUPED_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define GROUPED_R64 GROUPED_R48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define GROUPED_R96                                                                    \
-  GROUPED_R64                                                                          \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define GROUPED_R128                                                                               \
-  GROUPED_R96                                                                                      \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define GROUPED_WGMMA(N, REGS, A, B, SUM, ...)                                                            \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" REGS "}, {" A "}, " B ", " SUM \
                ", 1, 1, 0;\n"                                                                             \
@@ -68,25 +49,10 @@ __device__ inline void wgmma_register(float (&d)[kN / 2], const uint32_t (&a)[4]
   if constexpr (kFirst) {
     GROUPED_WGMMA_OF("0", GROUPED_W4, GROUPED_W8)
   } else {
-    GROUPED_WGMMA_OF("1", GROUPED_RW4, GROUPED_RW8)
+    GROUPED_WGMMA_OF("1", GROUPED_D4, GROUPED_D8)
   }
 }
 
-#undef GROUPED_RW4
-#undef GROUPED_RW8
-#undef GROUPED_W4
-#undef GROUPED_W8
-#undef GROUPED_R4
-#undef GROUPED_R8
-#undef GROUPED_R12
-#undef GROUPED_R16
-#undef GROUPED_R24
-#undef GROUPED_R32
-#undef GROUPED_R40
-#undef GROUPED_R48
-#undef GROUPED_R64
-#undef GROUPED_R96
-#undef GROUPED_R128
 #undef GROUPED_WGMMA
 #undef GROUPED_WGMMA_OF
 

@@ -50,9 +50,9 @@ __device__ inline void set_group(const RowsParams& p, const FoundItem& found, Wo
   work->slice3 = slice.far;
 }
 
-// Draws the pair's items and pushes this CTA's tile of each, kRows by `tile_cols` and in the order of kTileAt.
-// `at_tail` is told the first tail row.
-template <auto kTileAt = pair_at, int kRows = kTileRows, class Push, class AtTail = IgnoreTail>
+// Draws the pair's items and pushes this CTA's tile of each, kRows by `tile_cols` and in the order of kTileAt; with
+// kEven the tiles of a group are of the same height, which is at most kRows. `at_tail` is told the first tail row.
+template <auto kTileAt = pair_at, int kRows = kTileRows, bool kEven = false, class Push, class AtTail = IgnoreTail>
 __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_t rank, uint32_t mail, Push push,
                                      AtTail at_tail = {}) {
   const int col_tiles = (p.cols + tile_cols - 1) / tile_cols;
@@ -67,9 +67,11 @@ __device__ inline void schedule_rows(const RowsParams& p, int tile_cols, uint32_
       const Tile tile = kTileAt(found.item, (found.rows + kRows - 1) / kRows, col_tiles, rank);
       work.kind = Work::kTile;
       set_group(p, found, &work);
-      work.row0 = tile.row * kRows;
+      const int height = kEven ? even_height(found.rows, kRows) : kRows;
+      work.row0 = tile.row * height;
       work.col0 = tile.col * tile_cols;
       work.valid_rows = found.rows - work.row0;
+      if (kEven && work.valid_rows > height) work.valid_rows = height;
       work.across = tile.across;
     } else {
       at_tail(found.end);
@@ -97,6 +99,18 @@ __device__ inline void row_scales(const float* of_rows, const Work& work, int ro
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (row + lane / 4 + 8 * i < work.valid_rows) scale[i] = of_rows[lane / 4 + 8 * i];
+  }
+}
+
+// The same of tiles with swapped operands, in which a lane has rows 8 j + 2t and 1 on.
+__device__ inline void swapped_row_scales(const float* of_rows, const Work& work, int j, float (&scale)[2]) {
+  scale[0] = scale[1] = 1;
+  if (of_rows == nullptr) return;
+  of_rows += work.end - work.rows + work.row0;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const int row = 8 * j + 2 * (threadIdx.x % 4) + e;
+    if (row < work.valid_rows) scale[e] = __ldg(of_rows + row);
   }
 }
 

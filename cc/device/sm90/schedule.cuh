@@ -75,6 +75,14 @@ GROUPED_HOST_DEVICE inline Tile two_columns_at(int item, int row_tiles, int col_
   return {2 * r + rank, col_tiles - 1, false};
 }
 
+// Rows of each tile of a group of `rows`, but of the last one, where a group's tiles are equally high: a multiple of
+// kEvenStep, with which there are as many tiles as with the `most` rows that a tile can have, itself such a multiple.
+constexpr int kEvenStep = 16;
+GROUPED_HOST_DEVICE inline int even_height(int rows, int most) {
+  const int tiles = (rows + most - 1) / most;
+  return (rows + tiles * kEvenStep - 1) / (tiles * kEvenStep) * kEvenStep;
+}
+
 // One CTA's share of a work item, handed through shared memory to the warps that load, multiply and store.
 struct alignas(16) Work {
   enum Kind : int32_t { kDone, kTile, kTail };

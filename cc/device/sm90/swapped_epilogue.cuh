@@ -60,18 +60,6 @@ __device__ inline int swapped_column_of(int warp, int b) {
   }
 }
 
-// Scales of this lane's rows 8 j + 2t and 1 on of a tile; 1 past the group's last.
-__device__ inline void swapped_row_scales(const float* of_rows, const Work& work, int j, float (&scale)[2]) {
-  scale[0] = scale[1] = 1;
-  if (of_rows == nullptr) return;
-  of_rows += work.end - work.rows + work.row0;
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    const int row = 8 * j + 2 * (threadIdx.x % 4) + e;
-    if (row < work.valid_rows) scale[e] = __ldg(of_rows + row);
-  }
-}
-
 // Slots of results: of 16 neighbouring columns, which are one warp's, or of 32 that two warps share.
 template <class Shape, class Out, Major kMajor>
 struct SwappedOut {

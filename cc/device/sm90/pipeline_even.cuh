@@ -1,0 +1,155 @@
+// The pipeline of 16-bit products whose tiles are of even height, in the shell of shell.cuh: CTA pairs, up to 192 rows
+// by 128 columns per tile, operands swapped. Weights are the operand A of wgmma, two times 64 columns, and the rows of
+// a tile are the columns of B, of which any multiple of 16 can be multiplied. All tiles of a group are equally high, so
+// that a group costs hardly more than its rows, and both CTAs of a pair take the same time.
+//
+//   warpgroups 1, 2       multiply and store whole tiles in turn, with the barriers of pipeline.cuh
+//                         wait full -> 4 k16 steps of wgmma, or 1, 2 x 64 columns -> empty of the block before
+//
+// Shared memory of a block of 192 rows, 768 cycles of the tensor cores: 40 KiB
+// written, 64 KiB read by wgmma, 832 cycles; of h rows 4 h and 3 h + 256 cycles, so low tiles are bound by it.
+#pragma once
+
+#include "cc/device/sm90/even_epilogue.cuh"
+#include "cc/device/sm90/low_rank.cuh"
+#include "cc/device/sm90/pipeline.cuh"
+#include "cc/device/sm90/ptx_even.cuh"
+
+namespace grouped::sm90 {
+
+template <int kStages_, int kSlots_, int kSlotBytes_ = kSlotBytes>
+struct EvenShape : TileShape<kEvenRows, kStages_, kSlots_, kSlotBytes_> {
+  static constexpr int kTileCols = kEvenCols, kRowBoxes = kEvenRows / 64;
+};
+
+// The weights of a tile, in front of its rows: two boxes of 64 columns x 64 k, the second one `part` columns further in
+// the map `second`. What the pair shares (not across) is loaded a box per CTA.
+template <Major kMajor>
+struct EvenWeights {
+  static constexpr uint32_t kBytes = 2 * kBlockBytes, kBoxCols = 64, kBoxRows = 64;
+  static constexpr int kColsDim = kMajor == Major::k ? 1 : 0;
+
+  static __device__ void load(const CUtensorMap* first, const CUtensorMap* second, ptx::Coords at, int part,
+                              bool across, uint32_t rank, uint32_t to, uint32_t barrier) {
+    if (across) {
+      ptx::tensor_load(to, first, at, barrier);
+      at.c[kColsDim] += part;
+      ptx::tensor_load(to + kBlockBytes, second, at, barrier);
+    } else {
+      at.c[kColsDim] += part * int(rank);
+      ptx::tensor_load_multicast(to + kBlockBytes * rank, rank != 0 ? second : first, at, barrier, kBothCtas);
+    }
+  }
+};
+
+// The rows of a tile, from `lhs`, or for blocks of a low-rank product from its own.
+template <class Params>
+__device__ inline void load_even_rows(const Params& p, const Work& work, const FromLow& part, int boxes, uint32_t rank,
+                                      uint32_t stage, uint32_t full) {
+  load_lhs<1, kEvenRows / 64>(part.low ? &p.low.lhs : &p.lhs, ragged_at(work, part.at, 0), boxes, work.across, rank,
+                              stage + 2 * kBlockBytes, full);
+}
+
+// multiply(count) for the least multiple of kEvenStep that is not below `rows`.
+template <int kRows = kEvenStep, class Multiply>
+__device__ __forceinline__ void with_even_rows(int rows, Multiply multiply) {
+  if constexpr (kRows == kEvenRows) {
+    multiply(std::integral_constant<int, kRows>{});
+  } else if (rows <= kRows) {
+    multiply(std::integral_constant<int, kRows>{});
+  } else {
+    with_even_rows<kRows + kEvenStep>(rows, multiply);
+  }
+}
+
+// Multiplies the first kRows rows of one tile, as `multiply` of pipeline.cuh with a short end does.
+template <class Product, int kRows>
+__device__ inline void multiply_even(float (&acc)[2][kEvenRows / 2], Ring<Product::Shape::kStages>& ring,
+                                     Turn<typename Product::Shape>& turn, int length, uint64_t weights, uint64_t rows,
+                                     uint32_t barriers) {
+  using Shape = typename Product::Shape;
+  const int lane = threadIdx.x % 32;
+  uint32_t before = 0;
+  int left = length;
+  const auto block = [&](auto steps) {
+    ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity);
+    if (left <= kBlockK) turn.hand_over();
+    const uint64_t stage = uint64_t(ring.slot * (Shape::kStageBytes >> 4));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < decltype(steps)::value; ++k) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        ptx::wgmma_even<typename Product::Element, kRows, Product::kWeights != Major::k>(
+            reinterpret_cast<float (&)[kRows / 2]>(acc[h]),
+            weights + stage + h * (kBlockBytes >> 4) + k * descriptor_step(Product::kWeights),
+            rows + stage + k * descriptor_step(Major::k), left != length || k != 0);
+      }
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    if (left != length && lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + before), lane);
+    before = ring.slot;
+    ring.advance();
+    left -= kBlockK;
+  };
+  turn.take();
+  if (left > 0) {  // always, but without the question ptxas spills
+    do block(std::integral_constant<int, 4>{});
+    while (left > 16);
+    if (left > 0) block(std::integral_constant<int, 1>{});
+  }
+  ptx::wgmma_wait<0>();
+  if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + before), lane);
+}
+
+template <class Product>
+struct EvenPipeline : Pingpong<Product> {
+  using typename PairedPipeline<Product>::Params;
+  using typename PairedPipeline<Product>::Shape;
+
+  static __device__ __forceinline__ void work(const Params& p, const Shell<Shape> shell, int warp) {
+    ptx::set_max_registers_up<Shape::kConsumerRegisters>();
+    const int consumer = warp / 4 - 1;
+    WorkReader<Shape, true> reader(shell.barriers, shell.items);
+    Ring<Shape::kStages> ring;
+    Turn<Shape> turn(shell.barriers, consumer);
+    typename Product::Slots slots(shell.slots(0).base, consumer);
+    const uint64_t weights = descriptor(shell.shared, Product::kWeights);
+    const uint64_t rows = descriptor(shell.shared + 2 * kBlockBytes, Major::k);
+    for (int tile = 0;; reader.release()) {
+      const Work& work = reader.get();
+      if (work.kind == Work::kDone) break;
+      if (work.kind == Work::kTail) {
+        Product::clear_tail(p, work, shell.rank, threadIdx.x - 128);
+        continue;
+      }
+      if ((tile ^= 1) == consumer) {  // the other warpgroup's
+        ring.advance(work.k_blocks());
+        continue;
+      }
+      if (work.col0 >= p.cols) {
+        pass<Shape>(ring, turn, work.k_blocks(), shell.barriers);
+        continue;
+      }
+      float acc[2][kEvenRows / 2];  // with values on all paths, or every wgmma is serialised
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int i = 0; i < kEvenRows / 2; ++i) acc[h][i] = 0;
+      with_even_rows(work.valid_rows, [&](auto count) {
+        multiply_even<Product, decltype(count)::value>(acc, ring, turn, work.length, weights, rows, shell.barriers);
+      });
+      Product::store(p, work, warp % 4, acc, slots);
+    }
+    shell.finish_stores();
+  }
+};
+
+template <class Product>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    even_product_sm90(const __grid_constant__ typename Product::Params p) {
+  run_shell<Product, EvenPipeline>(p);
+}
+
+}  // namespace grouped::sm90
