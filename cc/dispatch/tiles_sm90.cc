@@ -5,6 +5,8 @@ namespace {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+constexpr int64_t kDwarfsStore = 6144;  // contracted elements
+
 // Measured (docs/kernels.md, "Tiles of even height"): groups of 128 rows gain 6 to 35 %, because every second one has
 // more and takes two tiles of 128; 256 rows are two full ones, and two of 128 x 128 would read shared memory more
 // often; 512 gain 2 to 8 %. With fewer rows loads of weights are what counts.
@@ -25,7 +27,7 @@ bool even_tiles(int64_t rows, int64_t groups, int64_t most) {
 // measured, that gains 1 to 5 % from K = 7168 on and loses 3 % at 4096. It must multiply no more columns that do not
 // exist than tiles of 192, of whose last one the first 128 may be enough.
 const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes, int64_t cols) {
-  constexpr int64_t kHidesStore = 1024, kDwarfsStore = 6144;  // contracted elements
+  constexpr int64_t kHidesStore = 1024;  // contracted elements
   if (cols <= kNarrow.cols) return kNarrow;
   if (out_bytes != 2 || contracted < kHidesStore) return kManySlots;
   const int64_t by_halves = divide_up(cols, 128) * 128, last = cols % 192;
@@ -33,10 +35,12 @@ const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes, int64_t 
   return contracted >= kDwarfsStore && by_halves <= by_tiles ? kCooperative : kManyStages;
 }
 
-bool even_tiles_sm90(int64_t rows, int64_t groups, int64_t cols) {
+bool even_tiles_sm90(int64_t rows, int64_t groups, int64_t contracted, int64_t cols) {
   // The fewer ends of groups there are, the more a last tile counts of whose columns half do not exist.
-  constexpr int64_t kWholeTiles = 1536, kAnyTiles = 768;
-  return cols > kNarrow.cols && even_tiles(rows, groups, cols % kEvenCols == 0 ? kWholeTiles : kAnyTiles);
+  constexpr int64_t kAnyColumns = 768, kWholeTiles = 2304, kBesideCooperative = 1536;
+  if (cols <= kNarrow.cols) return false;
+  const int64_t whole = contracted < kDwarfsStore ? kWholeTiles : kBesideCooperative;
+  return even_tiles(rows, groups, cols % kEvenCols == 0 ? whole : kAnyColumns);
 }
 
 bool even_tiles_with_activation_sm90(int64_t rows, int64_t groups) { return even_tiles(rows, groups, 768); }

@@ -51,7 +51,7 @@ const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes, int64_t 
 
 // Whether tiles of even height take its place, for results of 16 bits: where groups have as many rows on average that
 // they fit into few of them better than into tiles of 128 rows.
-bool even_tiles_sm90(int64_t rows, int64_t groups, int64_t cols);
+bool even_tiles_sm90(int64_t rows, int64_t groups, int64_t contracted, int64_t cols);
 // The same for the up projection with a gated activation, and for 8-bit operands with scales of groups.
 bool even_tiles_with_activation_sm90(int64_t rows, int64_t groups);
 bool even_fp8_tiles_sm90(int64_t rows, int64_t groups);

@@ -100,7 +100,7 @@ void launch_types(const GroupedMatmul& call, const HalvesParams& p, void* stream
   if constexpr (sizeof(Out) == 2) {
     // Products with scales of groups are kernels of their own, which do without these tiles.
     if (!has_group_scales(call.scales)) {
-      if (even_tiles_sm90(p.rows, p.groups, p.cols)) return launch_even_rows(call, p, stream);
+      if (even_tiles_sm90(p.rows, p.groups, p.length, p.cols)) return launch_even_rows(call, p, stream);
       if (&tile == &kCooperative) return launch_shape<T, Out, CooperativeTile>(call, p, stream);
     }
     if (&tile != &kManySlots) return launch_shape<T, Out, TileOf<kManyStages>>(call, p, stream);

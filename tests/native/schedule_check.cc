@@ -766,6 +766,17 @@ void tensor_map_failures() {
   std::puts("a failure blames address and pitch only where the driver does");
 }
 
+void even_heights() {
+  for (int most : {kEvenRows, 16, 48}) {
+    for (int rows = 1; rows < 20 * most; ++rows) {
+      const int height = even_height(rows, most), tiles = (rows + most - 1) / most;
+      EXPECT(height % kEvenStep == 0 && height <= most, "%d rows in tiles of %d", rows, height);
+      EXPECT((tiles - 1) * height < rows && rows <= tiles * height, "%d rows in %d tiles of %d", rows, tiles, height);
+    }
+  }
+  std::puts("tiles of even height cover every group");
+}
+
 // ---- tiles by problem ----
 
 void choices() {
@@ -782,6 +793,17 @@ void choices() {
              int(cols));
     }
   }
+  for (const int64_t groups : {1, 7, 128}) {
+    const auto even = [&](int64_t mean, int64_t contracted, int64_t cols) {
+      return even_tiles_sm90(mean * groups, groups, contracted, cols);
+    };
+    EXPECT(even(128, 64, 2880) && even(512, 8192, 2880) && !even(96, 64, 4096) && !even(256, 64, 4096),
+           "groups in few tiles, and those that fill tiles of 128 rows");
+    EXPECT(even(1024, 8192, 4096) && !even(1024, 64, 2880) && even(2048, 4096, 4096) && !even(2048, 8192, 4096),
+           "many tiles, long sums, and a last tile of which half exists");
+    EXPECT(!even(128, 64, 64), "few columns");
+  }
+  EXPECT(!even_tiles_sm90(0, 0, 64, 4096) && !even_tiles_sm90(0, 3, 64, 4096), "no groups, and no rows");
   EXPECT(&dact_tile_sm90(4095) == &kDact && &dact_tile_sm90(4096) == &kDactLong, "long sums at the hidden rows");
   std::puts("every choice of a tile fits shared memory");
 }
@@ -795,6 +817,7 @@ int main() {
                   0);
   every_tile_once(row_pair_at, 2);
   every_tile_once(two_columns_at, INT32_MAX);
+  even_heights();
   std::puts("every tile of every shape comes exactly once, in pairs of neighbours");
   large_shapes(rng);
   every_draw_once(rng);

@@ -309,6 +309,32 @@ def test_rows_depend_on_their_group_alone(kernel, pair):
 
 
 @pytest.mark.gpu
+@pytest.mark.rule("ALL-7")
+@pytest.mark.parametrize("pair", PAIRS[:3], ids=[f"{x.name}-{w.name}" for x, w in PAIRS[:3]])
+@pytest.mark.parametrize("result", ["bfloat16", "float16"])
+def test_tiles_of_even_height_change_no_bit(pair, result):
+    """Rows per group choose them: the same groups in a longer buffer have tiles of 128 rows."""
+    case = cases.Case("even", (5, 0, 17, 130, 64, 191, 192, 193, 400), 9 * 150, 1040, 200, frozenset())
+    longer = cases.Case("other", case.sizes, 9 * 250, case.k, case.n, frozenset())
+    rows, weights = rows_operand(case, case.k, pair[0], "x"), weight_operand(case, pair[1])
+    given = {"bias": cases.normal((case.groups, case.n), "float32", "bias"), "scale_bias": True}
+    found = []
+    for each in (case, longer):
+        more = each.rows - case.rows
+        lhs = _quantized(
+            pair[0],
+            1,
+            (each.rows, case.k),
+            np.concatenate([rows.exact, np.zeros((more, case.k))]),
+            values=np.concatenate([rows.arrays["values"], rows.arrays["values"][-1:].repeat(more, axis=0)]),
+            group_scales=rows.arrays["group_scales"],
+        )
+        scale = np.concatenate([cases.normal((case.rows,), "float32", "row_scale"), np.zeros(more, np.float32)])
+        found.append(run(PROMOTED, each, lhs, weights, FP8Current, result, row_scale=scale, **given)[: case.valid])
+    asserts.bitwise(found[0], found[1], "rows of groups")
+
+
+@pytest.mark.gpu
 @pytest.mark.rule("MAT-11")
 @each_turned_pair
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -19,12 +19,14 @@ each_layout = pytest.mark.parametrize("transposed", [False, True])
 
 # Several row tiles per group, odd and even; a tail.
 SIZES = (0, 1, 64, 65, 128, 129, 300, 0, 40)
+# Rows of a buffer in which groups have tiles of even height.
+EVEN = 160 * len(SIZES)
 # Columns of hidden: a full tile of columns, edge tiles of each width, less than a box.
 WIDTHS = (16, 128, 192, 272, 320, 448, 576)
 
 
-def problem(width: int, dtype: str, transposed: bool, k: int = 72) -> cases.Problem:
-    case = cases.Case(f"up_{width}", SIZES, sum(SIZES) + 11, k, width, frozenset())
+def problem(width: int, dtype: str, transposed: bool, k: int = 72, rows: int = sum(SIZES) + 11) -> cases.Problem:
+    case = cases.Case(f"up_{width}", SIZES, rows, k, width, frozenset())
     return cases.problem(case, dtype, transposed=transposed)
 
 
@@ -92,8 +94,9 @@ def test_widths_without_a_linear_half(kernel, transposed, width):
 @each_dtype
 @each_layout
 @pytest.mark.parametrize("kind", [*PLAIN_KINDS, *GATED_KINDS])
-def test_kinds(kernel, dtype, transposed, kind):
-    p = problem(320, dtype, transposed)
+@pytest.mark.parametrize("rows", [sum(SIZES) + 11, EVEN])
+def test_kinds(kernel, dtype, transposed, kind, rows):
+    p = problem(320, dtype, transposed, rows=rows)
     bits_agree(kernel, p, Activation(kind), bias=cases.normal((p.case.groups, 320), dtype, "bias"), scaled=True)
 
 
