@@ -1,7 +1,7 @@
 """Tiles of even height, which the number of rows per group chooses on Hopper, change no bit.
 
-The same groups are multiplied in a buffer whose rows per group ask for such tiles, and in a longer one that has tiles of
-128 rows.
+The same groups are multiplied in a buffer whose rows per group ask for such tiles, and in a longer one that has tiles
+of 128 rows.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def test_bias_and_row_scale(dtype, transposed, bias, scale_bias):
 
 @each_dtype
 @each_layout
-@pytest.mark.parametrize(("interleave", "width"), [(None, 128), (None, 144), (None, 400), (1, 144), (32, 192), (1, 400)])
+@pytest.mark.parametrize(
+    ("interleave", "width"), [(None, 128), (None, 144), (None, 400), (1, 144), (32, 192), (1, 400)]
+)
 @pytest.mark.parametrize("hidden", [True, False])
 def test_activations(dtype, transposed, interleave, width, hidden):
     found = []
