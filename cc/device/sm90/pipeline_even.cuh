@@ -6,8 +6,8 @@
 //   warpgroups 1, 2       multiply and store whole tiles in turn, with the barriers of pipeline.cuh
 //                         wait full -> 4 k16 steps of wgmma, or 1, 2 x 64 columns -> empty of the block before
 //
-// Shared memory of a block of 192 rows, 768 cycles of the tensor cores: 40 KiB
-// written, 64 KiB read by wgmma, 832 cycles; of h rows 4 h and 3 h + 256 cycles, so low tiles are bound by it.
+// Shared memory of a block of 192 rows, 768 cycles of the tensor cores: 40 KiB are written and 64 KiB read by wgmma,
+// 832 cycles. Of h rows it is 3 h + 256 cycles beside 4 h, so low tiles are bound by it.
 #pragma once
 
 #include "cc/device/sm90/even_epilogue.cuh"
