@@ -1,6 +1,7 @@
 """Diagnostics: which kernels would run and why, whether group sizes fit, and the checks of GROUPED_DEBUG.
 
-GROUPED_DEBUG is a comma list of `sizes`, `poison`, `sync`. It only adds checks; it changes neither results nor paths.
+GROUPED_DEBUG is a comma list of `sizes`, `poison`, `sync`, `ranks`. It only adds checks; it changes neither results
+nor paths.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SIZE_NEGATIVE = 1
 SIZE_OVERFLOW = 2
 """Bit of the status word: the sizes sum to more than M (they are clamped)."""
 
-FLAGS = ("sizes", "poison", "sync")
+FLAGS = ("sizes", "poison", "sync", "ranks")
 _logger = logging.getLogger("grouped_core")
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grouped_core import exchange, routed, routing
@@ -23,6 +24,21 @@ from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, once, permute_backward, save
 from torch_bridge._tensors import MOST_SYMBOLS, settle_rows
 from torch_bridge.sizes import every_row
+
+
+def check_tokens(function: str, tokens: int, process_group: Any) -> None:
+    """The check of GROUPED_DEBUG=ranks, in which every rank waits for the others.
+
+    Raises:
+        ValueError: on all ranks, because they have different numbers of tokens.
+    """
+    found: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(found, tokens, process_group)
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"{function}: {', '.join(map(str, found))} tokens on the ranks of `process_group`, expected the same "
+            "number on every rank; pad with tokens that `mask` leaves out."
+        )
 
 
 class SendFacts(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from grouped_core import exchange
 from grouped_core.activations import Activation
+from grouped_core.debug import debug_flags
 from grouped_core.exchange import Exchange
 from grouped_core.formats import Format, QTensor
 from grouped_core.mlp_spec import Residuals
@@ -26,6 +27,7 @@ from grouped_core.routing_spec import check_shared
 from torch_bridge import _autocast, _codec, _exchange, _routing, _symmetric, route
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_group, check_operand
+from torch_bridge._compiling import is_compiling
 from torch_bridge._expert_lora import AdapterOptions, check_adapters
 from torch_bridge._router import router_logits
 from torch_bridge._serialized import name_in_files
@@ -123,6 +125,8 @@ class AllToAll:
 
     def begin_dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Callable[[], Arrived]:
         """Begins `dispatch`; a call of the result finishes it."""
+        if not is_compiling() and "ranks" in debug_flags():
+            _exchange.check_tokens(FUNCTION, experts.shape[0], self.process_group)
         option = self.option(experts, num_experts)
         sent, room = _exchange.send(option, x, experts, weights, self.codes), option.max_rows
         # Float32 scales are stored block by block, others row by row.

@@ -490,7 +490,7 @@ def test_foreign_variables_change_nothing(python):
 
 
 @pytest.mark.rule("ERR-4")
-@pytest.mark.parametrize("flags", ["sizes", "poison", "sync", "sizes,poison,sync"])
+@pytest.mark.parametrize("flags", ["sizes", "poison", "sync", "sizes,poison,sync,ranks"])
 @pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
 def test_debug_checks_change_no_results(monkeypatch, frontend, flags):
     p = cases.problem(cases.named("tail"), "bfloat16")

@@ -9,6 +9,7 @@ hidden size, F expert width, k experts per token.
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import tempfile
 import time
@@ -678,6 +679,27 @@ def passes_without_tokens_run_at_every_width(mesh: DeviceMesh) -> None:
                 y.sum().backward()
                 assert y.shape == x.shape, (width, recipe.name, tokens)
                 assert y.isfinite().all(), (width, recipe.name, tokens)
+
+
+@check
+def different_numbers_of_tokens_are_refused(mesh: DeviceMesh) -> None:
+    """Under GROUPED_DEBUG=ranks, on every rank and with all numbers; equal numbers keep their bits."""
+    router, wi, wo = weights_of(mesh, torch.float32)
+    experts = (router, own_part(wi, mesh), own_part(wo, mesh), K)
+
+    def run(tokens: int) -> Tensor:
+        return parallel.moe(drawn(mesh, tokens, H), *experts, process_group=mesh.get_group())[0]
+
+    expected = run(T)
+    os.environ["GROUPED_DEBUG"] = "ranks"
+    try:
+        asserts.bitwise(run(T), expected)
+        numbers = ", ".join(str(T + rank) for rank in range(mesh.size()))
+        words = ["moe", f"{numbers} tokens", "expected the same number on every rank", "pad with tokens"]
+        with asserts.refused(ValueError, words):
+            run(T + mesh.get_rank())
+    finally:
+        del os.environ["GROUPED_DEBUG"]
 
 
 def one_rank_stays_away(mesh: DeviceMesh) -> None:
