@@ -317,6 +317,8 @@ def test_tiles_of_even_height_change_no_bit(pair, result):
     case = cases.Case("even", (5, 0, 17, 130, 64, 191, 192, 193, 400), 9 * 150, 1040, 200, frozenset())
     longer = cases.Case("other", case.sizes, 9 * 250, case.k, case.n, frozenset())
     rows, weights = rows_operand(case, case.k, pair[0], "x"), weight_operand(case, pair[1])
+    codes = rows.arrays["values"]
+    assert codes is not None
     given = {"bias": cases.normal((case.groups, case.n), "float32", "bias"), "scale_bias": True}
     found = []
     for each in (case, longer):
@@ -326,7 +328,7 @@ def test_tiles_of_even_height_change_no_bit(pair, result):
             1,
             (each.rows, case.k),
             np.concatenate([rows.exact, np.zeros((more, case.k))]),
-            values=np.concatenate([rows.arrays["values"], rows.arrays["values"][-1:].repeat(more, axis=0)]),
+            values=np.concatenate([codes, codes[-1:].repeat(more, axis=0)]),
             group_scales=rows.arrays["group_scales"],
         )
         scale = np.concatenate([cases.normal((case.rows,), "float32", "row_scale"), np.zeros(more, np.float32)])
