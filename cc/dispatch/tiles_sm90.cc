@@ -14,7 +14,7 @@ bool even_tiles(int64_t rows, int64_t groups, int64_t most) {
   constexpr int64_t kFewRows = 96, kTwoTiles = 320;
   if (groups == 0) return false;
   const int64_t mean = rows / groups;
-  return (mean > kFewRows && mean <= kEvenRows) || (mean >= kTwoTiles && mean <= most);
+  return (mean > kFewRows && mean <= kMostEvenRows) || (mean >= kTwoTiles && mean <= most);
 }
 
 }  // namespace
@@ -40,12 +40,12 @@ bool even_tiles_sm90(int64_t rows, int64_t groups, int64_t contracted, int64_t c
   constexpr int64_t kAnyColumns = 768, kWholeTiles = 2304, kBesideCooperative = 1536;
   if (cols <= kNarrow.cols) return false;
   const int64_t whole = contracted < kDwarfsStore ? kWholeTiles : kBesideCooperative;
-  return even_tiles(rows, groups, cols % kEvenCols == 0 ? whole : kAnyColumns);
+  return even_tiles(rows, groups, cols % kEvenTileCols == 0 ? whole : kAnyColumns);
 }
 
 bool even_tiles_with_activation_sm90(int64_t rows, int64_t groups) { return even_tiles(rows, groups, 768); }
 
-bool even_fp8_tiles_sm90(int64_t rows, int64_t groups) { return even_tiles(rows, groups, kEvenRows); }
+bool even_fp8_tiles_sm90(int64_t rows, int64_t groups) { return even_tiles(rows, groups, kMostEvenRows); }
 
 const TileChoice& dact_tile_sm90(int64_t contracted) {
   constexpr int64_t kHidesEpilogue = 4096;  // contracted elements

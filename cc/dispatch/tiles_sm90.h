@@ -24,9 +24,9 @@ inline constexpr TileChoice kNarrow = {64, 7, 2};
 // With an activation a slot is half as large, and three of them take turns.
 inline constexpr TileChoice kWithActivation = {192, 5, 3};
 
-// Tiles of up to kEvenRows rows by kEvenCols columns, all those of a group equally high (pipeline_even.cuh), with the
+// Tiles of up to so many rows and of so many columns, all those of a group equally high (pipeline_even.cuh), have the
 // stages and slots of kManyStages, kManySlots and kWithActivation.
-inline constexpr int kEvenRows = 192, kEvenCols = 128;
+inline constexpr int kMostEvenRows = 192, kEvenTileCols = 128;
 
 // Gradients at the hidden rows, whose epilogue has memory of its own instead of slots.
 inline constexpr TileChoice kDact = {128, 5, 0};

@@ -15,9 +15,12 @@
 #include "cc/api/operands.h"
 #include "cc/device/sm90/pipeline_even.cuh"
 #include "cc/device/sm90/rows_matmul.cuh"
+#include "cc/dispatch/tiles_sm90.h"
 
 namespace grouped::sm90 {
 namespace {
+
+static_assert(kEvenRows == kMostEvenRows && kEvenCols == kEvenTileCols);
 
 template <const TileChoice& kChoice>
 using EvenTile = EvenShape<kChoice.stages, kChoice.slots>;

@@ -16,6 +16,7 @@
 #include "cc/device/sm90/pipeline_even.cuh"
 #include "cc/device/sm90/pipeline_fp8.cuh"
 #include "cc/device/sm90/rows_product_fp8.cuh"
+#include "cc/dispatch/tiles_sm90.h"
 
 namespace grouped::sm90 {
 namespace {

@@ -92,7 +92,7 @@ class TestVariable:
             ("", set()),
             ("sizes", {"sizes"}),
             (" sizes , sync,", {"sizes", "sync"}),
-            ("poison,sizes,sync", {*debug.FLAGS}),
+            ("poison,ranks,sizes,sync", {*debug.FLAGS}),
         ],
     )
     def test_a_comma_list_is_read_at_each_call(self, monkeypatch, text, flags):

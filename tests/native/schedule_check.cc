@@ -817,8 +817,8 @@ int main() {
                   0);
   every_tile_once(row_pair_at, 2);
   every_tile_once(two_columns_at, INT32_MAX);
-  even_heights();
   std::puts("every tile of every shape comes exactly once, in pairs of neighbours");
+  even_heights();
   large_shapes(rng);
   every_draw_once(rng);
   every_block_once(rng);

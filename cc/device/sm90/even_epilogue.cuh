@@ -4,7 +4,6 @@
 #pragma once
 
 #include "cc/device/sm90/rows_product.cuh"
-#include "cc/dispatch/tiles_sm90.h"
 
 namespace grouped::sm90 {
 

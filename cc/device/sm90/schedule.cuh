@@ -19,6 +19,9 @@ constexpr int kTileRows = 128;  // rows of a tile, but for tiles with swapped op
 constexpr int kBlockK = 64;     // contracted elements of one pipeline stage
 constexpr int kTailRows = 128;  // tail rows that one work item clears
 
+// Of tiles of even height (pipeline_even.cuh): rows at most, the step of their heights, and columns.
+constexpr int kEvenRows = 192, kEvenStep = 16, kEvenCols = 128;
+
 // Pairs of row tiles walked before the next column: 8 pairs are 2048 rows, and 66 clusters then cover 8 columns more or
 // less, which keeps both operands of the tiles in flight in L2.
 constexpr int kWindowPairs = 8;
@@ -77,7 +80,6 @@ GROUPED_HOST_DEVICE inline Tile two_columns_at(int item, int row_tiles, int col_
 
 // Rows of each tile of a group of `rows`, but of the last one, where a group's tiles are equally high: a multiple of
 // kEvenStep, with which there are as many tiles as with the `most` rows that a tile can have, itself such a multiple.
-constexpr int kEvenStep = 16;
 GROUPED_HOST_DEVICE inline int even_height(int rows, int most) {
   const int tiles = (rows + most - 1) / most;
   return (rows + tiles * kEvenStep - 1) / (tiles * kEvenStep) * kEvenStep;
