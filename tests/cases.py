@@ -110,6 +110,7 @@ CASES: tuple[Case, ...] = (
     _row("around_64_and_128", [65, 128, 97], 16, 24, "edge"),
     _row("one_row_each", [1, 1, 1], 16, 8, "small edge"),
     _row("rows_1_15_127", [1, 15, 127], 16, 24, "edge"),
+    _row("even_tiles", [130, 0, 97, 250], 24, 72, "edge"),  # tiles of even height on Hopper (tiles_sm90.h)
     _row("rows_1027", [1027, 3], 8, 16, "edge"),
     _row("one_takes_all", [0, 0, 70, 0], 24, 16, "small edge"),
     _row("all_empty", [0, 0, 0], 16, 24, "small edge tail", rows=9),

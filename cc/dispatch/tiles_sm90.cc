@@ -7,9 +7,9 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t kDwarfsStore = 6144;  // contracted elements
 
-// Measured (docs/kernels.md, "Tiles of even height"): groups of 128 rows gain 6 to 35 %, because every second one has
-// more and takes two tiles of 128; 256 rows are two full ones, and two of 128 x 128 would read shared memory more
-// often; 512 gain 5 to 8 % in 16 bits. With fewer rows loads of weights are what counts.
+// Measured (docs/kernels.md, "Tiles of even height"): groups of 128 rows gain 6 to 29 % (of 8 bits to 35 %), because
+// every second one has more and takes two tiles of 128; 256 rows are two full ones, and two of 128 x 128 would read
+// shared memory more often; 512 gain 5 to 8 % in 16 bits. With fewer rows loads of weights are what counts.
 bool even_tiles(int64_t rows, int64_t groups, int64_t most) {
   constexpr int64_t kFewRows = 96, kTwoTiles = 320;
   if (groups == 0) return false;

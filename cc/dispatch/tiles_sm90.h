@@ -25,7 +25,7 @@ inline constexpr TileChoice kNarrow = {64, 7, 2};
 inline constexpr TileChoice kWithActivation = {192, 5, 3};
 
 // Tiles of up to so many rows and of so many columns, all those of a group equally high (pipeline_even.cuh), have the
-// stages and slots of kManyStages, kManySlots and kWithActivation.
+// stages and slots of kManyStages, kManySlots, kWithActivation and kPromoting.
 inline constexpr int kMostEvenRows = 192, kEvenTileCols = 128;
 
 // Gradients at the hidden rows, whose epilogue has memory of its own instead of slots.
@@ -49,7 +49,7 @@ inline constexpr int kPromotingTallRows = 192;
 // For ragged rows: `contracted` elements per sum, `out_bytes` of a result element, `cols` of a result row.
 const TileChoice& rows_tile_sm90(int64_t contracted, int64_t out_bytes, int64_t cols);
 
-// Whether tiles of even height take its place, for results of 16 bits: where groups have as many rows on average that
+// Whether tiles of even height take its place, for results of 16 bits: where groups have so many rows on average that
 // they fit into few of them better than into tiles of 128 rows.
 bool even_tiles_sm90(int64_t rows, int64_t groups, int64_t contracted, int64_t cols);
 // The same for the up projection with a gated activation, and for 8-bit operands with scales of groups.

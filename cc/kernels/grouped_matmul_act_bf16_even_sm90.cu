@@ -1,13 +1,12 @@
 // A part of grouped_matmul_act_bf16_sm90: tiles of even height (pipeline_even.cuh), for gated activations.
 //
-//   loader: weights in two boxes of 64 columns, gates and linear halves of 64 results, or 128 hidden columns that
-//   follow
-//           one another, rows by a ragged map in boxes of 64; what a pair shares is multicast
+//   loader: weights in two boxes of 64 columns: gates and linear halves of 64 results, or 128 hidden columns in order;
+//           rows by a ragged map in boxes of 64; what a pair shares is multicast
 //            |  ring of blocks: weights 128 x 64, rows 64 x up to 192
 //            v
 //   2 consumer warpgroups in turn: wgmma m64nRk16 of two times 64 hidden columns, R rows, fp32 in registers
-//            |  + bias, one rounding: hidden. Of 32 rows at once, transposed, to shared memory; from there 8 gates and
-//            8 |  linear columns a time: activation, * row scale, one rounding -> result
+//            |  + bias, one rounding: hidden, 32 rows at once, transposed, to shared memory; from there 8 gates and 8
+//            |  linear columns at once: activation, * row scale, one rounding -> result
 //            v
 //   stores of 16 rows x 64 columns, as far as the tile has rows, clipped at the group's last row and the last column
 //
@@ -22,19 +21,22 @@ namespace grouped::sm90 {
 namespace {
 
 using EvenUpShape = EvenShape<kWithActivation.stages, kWithActivation.slots, kNarrowSlotBytes>;
-constexpr int kChunkRows = 32, kResultCols = kEvenCols / 2;
+constexpr int kChunkRows = 32;
 constexpr int kPieceBytes = kChunkRows * 128;  // of 64 columns
 
 struct EvenUpParams : UpParams {
   bool alternating;  // gate and linear columns do, one by one
 };
 
-template <class T, Major kWeights_>
+template <class T, Major kWeights>
 struct EvenUpProduct {
   using Params = EvenUpParams;
   using Element = T;
   using Shape = EvenUpShape;
-  static constexpr Major kWeights = kWeights_;
+  static constexpr Major kLhsMajor = kWeights, kRhsMajor = Major::k;  // as wgmma has them
+  static constexpr bool kRaggedSums = false, kShortEnd = true;
+  static constexpr int kParts = 2, kResultCols = kEvenCols / kParts;
+  static constexpr int kRowsBox = 64, kPieceRows = kOutRows, kPieceCols = 64;  // as UpProduct has them
   using Rhs = EvenWeights<kWeights>;
   // Hidden rows, two pieces of 64 columns, and results.
   using Slots = EvenSlots<1, 3 * kPieceBytes>;
@@ -173,21 +175,12 @@ void launch_even(const GroupedMatmulAct& call, const UpParams& up, void* stream)
   using Rhs = typename Product::Rhs;
   EvenUpParams p{};
   static_cast<UpParams&>(p) = up;
-  const DType dtype = call.lhs.dtype;
-  const bool apart = p.across == 1;
   p.alternating = call.activation.interleave == 1;
-  map_operands<Rhs>(call, &p);
+  if (p.across != 1) p.weight_part = p.part = p.hidden_part = kEvenCols / 2;  // the halves do not lie apart
+  map_weights<Rhs>(call, &p);
   p.rhs_up = call.rhs_up.present() ? map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false) : p.rhs;
-  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  if (!apart) p.weight_part = p.part = p.hidden_part = kEvenCols / 2;
-  p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), 64, kOutRows);
-  const int64_t half = apart ? p.cols : 0;  // where linear halves lie apart, they start here
-  for (int part = 0; part < 2 && p.hidden_rows != nullptr; ++part) {
-    p.hidden[part] = tensor_map(p.hidden_rows + part * half * sizeof(T), dtype,
-                                ragged_shape(p.width - half, p.width, dtype), 64, kOutRows);
-  }
   p.paced = keeps_pace(p.length);
-  launch_rows_product<Product, kResultCols>(even_product_sm90<Product>, p, stream);
+  launch_up_product<Product>(even_product_sm90<Product>, call, p, kThreads, stream);
 }
 
 template <class T>

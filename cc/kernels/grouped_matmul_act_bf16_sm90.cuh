@@ -72,7 +72,8 @@ struct UpProduct {
   static constexpr int kParts = kGated ? 2 : 1;               // of a slice of 32 result columns: pieces of hidden
   static constexpr int kResultCols = kTileCols / kParts;
   using Rhs = PairedTile<kRhsMajor>;
-  static constexpr int kRowsBox = 64, kPieceRows = 16;  // rows of boxes: of operands, and of pieces of results
+  static constexpr int kRowsBox = 64;                             // rows of a box of operands
+  static constexpr int kPieceRows = 16, kPieceCols = kSliceCols;  // of a box of results
 
   // Boxes a part. The last tile of a row may have one less: it is what a width that 96 does not divide pays for.
   static constexpr int kBoxes = kTileCols / 64, kEdgeBoxes = kBoxes - 1;
@@ -271,11 +272,11 @@ void launch_up_product(ProductKernel<Product> kernel, const GroupedMatmulAct& ca
   const DType dtype = call.lhs.dtype;
   p.lhs = map_of_rows(call.lhs, Product::kRowsBox);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length, Product::kRowsBox);
-  p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), kSliceCols, Product::kPieceRows);
+  p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), Product::kPieceCols, Product::kPieceRows);
   const int64_t half = p.hidden_part == 0 ? p.cols : 0;  // where linear halves lie apart, they start here
   for (int part = 0; part < Product::kParts && p.hidden_rows != nullptr; ++part) {
     p.hidden[part] = tensor_map(p.hidden_rows + part * half * sizeof(T), dtype,
-                                ragged_shape(p.width - half, p.width, dtype), kSliceCols, Product::kPieceRows);
+                                ragged_shape(p.width - half, p.width, dtype), Product::kPieceCols, Product::kPieceRows);
   }
   launch_rows_product<Product, Product::kResultCols>(kernel, p, stream, threads);
 }

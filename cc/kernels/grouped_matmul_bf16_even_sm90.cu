@@ -25,15 +25,17 @@ static_assert(kEvenRows == kMostEvenRows && kEvenCols == kEvenTileCols);
 template <const TileChoice& kChoice>
 using EvenTile = EvenShape<kChoice.stages, kChoice.slots>;
 
-template <class T, Major kWeights_, class Shape_>
+template <class T, Major kWeights, class Shape_>
 struct EvenProduct {
   using Params = HalvesParams;
   using Element = T;
   using Shape = Shape_;
-  static constexpr Major kWeights = kWeights_;
+  static constexpr Major kLhsMajor = kWeights, kRhsMajor = Major::k;  // as wgmma has them
+  static constexpr bool kRaggedSums = false, kShortEnd = true;
   static constexpr int kSetRows = 64;
   using Rhs = EvenWeights<kWeights>;
   using Slots = EvenSlots<Shape::kSlots, kSetRows * 128>;
+  static_assert(2 * Slots::kBytes == Shape::kWarps * Shape::WarpSlots::kBytes);
   static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
 
   template <class Push>
@@ -64,7 +66,7 @@ struct EvenProduct {
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_rows(p, work, rank, thread, p.result + p.first_col * sizeof(T), p.cols * sizeof(T), p.width * sizeof(T));
+    clear_result<T>(p, work, rank, thread);
   }
 };
 

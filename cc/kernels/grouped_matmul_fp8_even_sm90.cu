@@ -1,7 +1,6 @@
 // A part of grouped_matmul_fp8_sm90: tiles of even height for scales of groups and results of 16 bits.
 //
-//   loader: weight codes 128 x 128 in two boxes, row codes by a ragged map in boxes of 64; what a pair shares is
-//   multicast
+//   loader: weight codes 128 x 128 in two boxes, row codes by a ragged map in boxes of 64; shared tiles multicast
 //            |  ring of blocks: weights 128 x 128 bytes, rows up to 192 x 128 bytes
 //            v
 //   2 consumer warpgroups, 64 columns each, operands swapped: a block's sums of R rows by wgmma m64n(R/2)k32 in two
@@ -59,8 +58,7 @@ struct EvenFp8Product {
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    const int64_t bytes = int64_t(p.cols) * sizeof(Out);
-    clear_rows(p, work, rank, thread, p.result, bytes, bytes);
+    clear_whole_rows<Out>(p, work, rank, thread);
   }
 };
 
@@ -124,10 +122,9 @@ void launch_result(const GroupedMatmul& call, Fp8RowsParams p, void* stream) {
 
 }  // namespace
 
-// `p` has all but maps.
+// `p` is that of the other tile, whose boxes of weights are wider.
 void launch_even_fp8_rows(const GroupedMatmul& call, Fp8RowsParams p, void* stream) {
-  map_operands<EvenWeights<Major::k>>(call, &p);
-  map_result(call, &p);
+  map_weights<EvenWeights<Major::k>>(call, &p);
   const bool wide_rows = call.lhs.dtype == DType::e5m2, wide_weights = call.rhs.dtype == DType::e5m2;
   if (wide_rows) {
     return wide_weights ? launch_result<true, true>(call, p, stream) : launch_result<true, false>(call, p, stream);

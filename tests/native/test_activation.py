@@ -304,7 +304,7 @@ def plain_kernel(fused: str) -> str:
     return "activation_any_cpu" if "_cpu" in fused else "activation_any_cuda"
 
 
-PRODUCTS = [case for case in cases.select("small") if case.k <= 40]
+PRODUCTS = [*(case for case in cases.select("small") if case.k <= 40), cases.named("even_tiles")]
 
 
 def fits_halves(kind: str, interleave: int | None, halves: bool, case: cases.Case, **_: Any) -> bool:
@@ -370,8 +370,9 @@ def test_gradients_behind_products(kernel, kind, case, dtype, interleave, rhs_ax
 @pytest.mark.rule("ALL-2", "GRP-11")
 @pytest.mark.parametrize("kernel", [*kernels("grouped_matmul_act"), *kernels("grouped_matmul_dact")])
 @pytest.mark.parametrize("rhs_axis", [1, 2])
-def test_listed_weights_and_any_address_give_the_same_bits(kernel, rhs_axis):
-    p = product_of(cases.named("tail"), Activation("swiglu"), "bfloat16", rhs_axis)
+@pytest.mark.parametrize("name", ["tail", "even_tiles"])
+def test_listed_weights_and_any_address_give_the_same_bits(kernel, rhs_axis, name):
+    p = product_of(cases.named(name), Activation("swiglu"), "bfloat16", rhs_axis)
     run = Native(kernel)
     if "_dact_" in kernel:
         members, table = run.hold(list(p.wo))

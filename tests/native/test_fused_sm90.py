@@ -93,8 +93,10 @@ def test_widths_without_a_linear_half(kernel, transposed, width):
 @each_kernel
 @each_dtype
 @each_layout
-@pytest.mark.parametrize("kind", [*PLAIN_KINDS, *GATED_KINDS])
-@pytest.mark.parametrize("rows", [sum(SIZES) + 11, EVEN])
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [(kind, sum(SIZES) + 11) for kind in (*PLAIN_KINDS, *GATED_KINDS)] + [(kind, EVEN) for kind in GATED_KINDS],
+)
 def test_kinds(kernel, dtype, transposed, kind, rows):
     p = problem(320, dtype, transposed, rows=rows)
     bits_agree(kernel, p, Activation(kind), bias=cases.normal((p.case.groups, 320), dtype, "bias"), scaled=True)

@@ -454,7 +454,12 @@ def test_errors_of_fp32_are_those_of_its_mode(kernel, mode, which, case):
 
 
 @pytest.mark.rule("MAT-3", "MAT-4")
-@pytest.mark.matrix(kernel=KERNELS, dtype=cases.DTYPES, transposed=(False, True), name=("jagged", "tail", "groups_65"))
+@pytest.mark.matrix(
+    kernel=KERNELS,
+    dtype=cases.DTYPES,
+    transposed=(False, True),
+    name=("jagged", "tail", "groups_65", "even_tiles"),
+)
 def test_listed_weights_and_biases_have_the_bits_of_packed_ones(kernel, dtype, transposed, name):
     p = cases.problem(cases.named(name), dtype, transposed=transposed)
     run = Native(kernel)

@@ -30,6 +30,8 @@ SMALL = [case for case in cases.select("small") if case.k <= 40]
 # Several tiles in each direction, with rows of whole 16 bytes and without.
 TILES = cases.Case("tiles", (150, 0, 301, 61), 540, 131, 277, frozenset())
 ALIGNED = cases.Case("tiles_16", (150, 0, 301, 61), 540, 136, 280, frozenset())
+# In a buffer with so many rows per group that Hopper's tiles have 128 rows.
+ROOMY = cases.Case("tiles_16_roomy", (150, 0, 301, 61), 1000, 136, 280, frozenset())
 # Products of few columns, which fast kernels have a tile for.
 NARROW = tuple(cases.Case(f"n_{n}", (150, 0, 33, 61), 270, 136, n, frozenset()) for n in (8, 16, 40, 64))
 
@@ -48,7 +50,7 @@ def scale_of(case: cases.Case) -> np.ndarray:
 @pytest.mark.rule("LOR-1", "GRP-4", "GRP-5", "GRP-6", "GRP-9", "MAT-7", "MAT-8", "MAT-9")
 @pytest.mark.matrix(
     kernel=kernels("grouped_matmul", low=True),
-    case=(*SMALL, TILES, ALIGNED, *NARROW),
+    case=(*SMALL, TILES, ALIGNED, ROOMY, *NARROW),
     dtype=cases.DTYPES,
     axis=(1, 2),
     low_axis=(1, 2),
@@ -243,7 +245,7 @@ def test_quantised_results(kernel, format, base, rank, case):
 @pytest.mark.rule("LOR-1", "LOR-4", "MAT-3", "ALL-2")
 @pytest.mark.matrix(
     kernel=kernels("grouped_matmul", low=True),
-    case=(ALIGNED, cases.named("tail")),
+    case=(ALIGNED, ROOMY, cases.named("tail")),
     dtype=cases.DTYPES,
     axis=(1, 2),
     rank=(4, 16),

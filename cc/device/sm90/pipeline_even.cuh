@@ -6,14 +6,13 @@
 //   warpgroups 1, 2       multiply and store whole tiles in turn, with the barriers of pipeline.cuh
 //                         wait full -> 4 k16 steps of wgmma, or 1, 2 x 64 columns -> empty of the block before
 //
-// Shared memory of a block of 192 rows, 768 cycles of the tensor cores: 40 KiB are written and 64 KiB read by wgmma,
-// 832 cycles. Of h rows it is 3 h + 256 cycles beside 4 h, so low tiles are bound by it.
+// A block of h rows takes the tensor cores 4 h cycles, and shared memory 3 h + 256, at 128 bytes per cycle: for 192
+// rows 40 KiB are written and 64 KiB read by wgmma, 832 cycles beside 768. The lower a tile, the more this bounds it.
 #pragma once
 
 #include "cc/device/sm90/even_epilogue.cuh"
 #include "cc/device/sm90/low_rank.cuh"
 #include "cc/device/sm90/pipeline.cuh"
-#include "cc/device/sm90/ptx_even.cuh"
 
 namespace grouped::sm90 {
 
@@ -62,47 +61,6 @@ __device__ __forceinline__ void with_even_rows(int rows, Multiply multiply) {
   }
 }
 
-// Multiplies the first kRows rows of one tile, as `multiply` of pipeline.cuh with a short end does.
-template <class Product, int kRows>
-__device__ inline void multiply_even(float (&acc)[2][kEvenRows / 2], Ring<Product::Shape::kStages>& ring,
-                                     Turn<typename Product::Shape>& turn, int length, uint64_t weights, uint64_t rows,
-                                     uint32_t barriers) {
-  using Shape = typename Product::Shape;
-  const int lane = threadIdx.x % 32;
-  uint32_t before = 0;
-  int left = length;
-  const auto block = [&](auto steps) {
-    ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity);
-    if (left <= kBlockK) turn.hand_over();
-    const uint64_t stage = uint64_t(ring.slot * (Shape::kStageBytes >> 4));
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < decltype(steps)::value; ++k) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        ptx::wgmma_even<typename Product::Element, kRows, Product::kWeights != Major::k>(
-            reinterpret_cast<float (&)[kRows / 2]>(acc[h]),
-            weights + stage + h * (kBlockBytes >> 4) + k * descriptor_step(Product::kWeights),
-            rows + stage + k * descriptor_step(Major::k), left != length || k != 0);
-      }
-    }
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<1>();
-    if (left != length && lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + before), lane);
-    before = ring.slot;
-    ring.advance();
-    left -= kBlockK;
-  };
-  turn.take();
-  if (left > 0) {  // always, but without the question ptxas spills
-    do block(std::integral_constant<int, 4>{});
-    while (left > 16);
-    if (left > 0) block(std::integral_constant<int, 1>{});
-  }
-  ptx::wgmma_wait<0>();
-  if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + before), lane);
-}
-
 template <class Product>
 struct EvenPipeline : Pingpong<Product> {
   using typename PairedPipeline<Product>::Params;
@@ -115,7 +73,7 @@ struct EvenPipeline : Pingpong<Product> {
     Ring<Shape::kStages> ring;
     Turn<Shape> turn(shell.barriers, consumer);
     typename Product::Slots slots(shell.slots(0).base, consumer);
-    const uint64_t weights = descriptor(shell.shared, Product::kWeights);
+    const uint64_t weights = descriptor(shell.shared, Product::kLhsMajor);
     const uint64_t rows = descriptor(shell.shared + 2 * kBlockBytes, Major::k);
     for (int tile = 0;; reader.release()) {
       const Work& work = reader.get();
@@ -138,7 +96,7 @@ struct EvenPipeline : Pingpong<Product> {
 #pragma unroll
         for (int i = 0; i < kEvenRows / 2; ++i) acc[h][i] = 0;
       with_even_rows(work.valid_rows, [&](auto count) {
-        multiply_even<Product, decltype(count)::value>(acc, ring, turn, work.length, weights, rows, shell.barriers);
+        multiply<Product, 2, decltype(count)::value>(acc, ring, turn, work.length, weights, rows, shell.barriers);
       });
       Product::store(p, work, warp % 4, acc, slots);
     }

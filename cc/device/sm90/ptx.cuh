@@ -248,27 +248,17 @@ __device__ inline void wgmma_done(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define GROUPED_WGMMA_64(TYPE)                                                     \
-  asm volatile(                                                                    \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                 \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" GROUPED_R32 \
-      "}, %32, %33, p, 1, 1, %35, %36;\n}\n"                                       \
-      : GROUPED_D16(0), GROUPED_D16(16)                                            \
-      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
-#define GROUPED_WGMMA_128(TYPE)                                                     \
-  asm volatile(                                                                     \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                  \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" GROUPED_R64 \
-      "}, %64, %65, p, 1, 1, %67, %68;\n}\n"                                        \
-      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48)           \
-      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
-#define GROUPED_WGMMA_192(TYPE)                                                                             \
-  asm volatile(                                                                                             \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"                                                          \
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" GROUPED_R96                         \
-      "}, %96, %97, p, 1, 1, %99, %100;\n}\n"                                                               \
-      : GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80) \
-      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
+#define GROUPED_WGMMA_TYPE(N, REGS, A, B, P, TA, TB, TYPE, ...)                                                  \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE \
+               "." TYPE " {" REGS "}, " A ", " B ", p, 1, 1, " TA ", " TB ";\n}\n"                               \
+               : __VA_ARGS__                                                                                     \
+               : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
+#define GROUPED_WGMMA(N, REGS, A, B, P, TA, TB, ...)                   \
+  if constexpr (kBf16) {                                               \
+    GROUPED_WGMMA_TYPE(N, REGS, A, B, P, TA, TB, "bf16", __VA_ARGS__); \
+  } else {                                                             \
+    GROUPED_WGMMA_TYPE(N, REGS, A, B, P, TA, TB, "f16", __VA_ARGS__);  \
+  }
 
 #define GROUPED_WGMMA_FP8_PAIRS(MACRO)          \
   if constexpr (Pair::kWideA && Pair::kWideB) { \
@@ -320,21 +310,40 @@ template <class T, int kN, int kTransposedA, int kTransposedB>
 __device__ inline void wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
   constexpr bool kPair = IsFp8Pair<T>::value, kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kPair ? !kTransposedA && !kTransposedB : kBf16 || std::is_same_v<T, __half>);
-  static_assert((kN == 64 && !kPair) || kN == 128 || kN == 192);
+  static_assert(kPair ? kN == 128 || kN == 192 : kN % 16 == 0 && kN <= 192);
   if constexpr (kPair) {
     wgmma_fp8<T, kN>(d, a, b, accumulate);
-  } else if constexpr (kN == 64 && kBf16) {
-    GROUPED_WGMMA_64("bf16");
+  } else if constexpr (kN == 16) {
+    GROUPED_WGMMA("16", GROUPED_R8, "%8", "%9", "%10", "%11", "%12", GROUPED_D8(0))
+  } else if constexpr (kN == 32) {
+    GROUPED_WGMMA("32", GROUPED_R16, "%16", "%17", "%18", "%19", "%20", GROUPED_D16(0))
+  } else if constexpr (kN == 48) {
+    GROUPED_WGMMA("48", GROUPED_R24, "%24", "%25", "%26", "%27", "%28", GROUPED_D16(0), GROUPED_D8(16))
   } else if constexpr (kN == 64) {
-    GROUPED_WGMMA_64("f16");
-  } else if constexpr (kN == 192 && kBf16) {
-    GROUPED_WGMMA_192("bf16");
-  } else if constexpr (kN == 192 && !kBf16) {
-    GROUPED_WGMMA_192("f16");
-  } else if constexpr (kN == 128 && kBf16) {
-    GROUPED_WGMMA_128("bf16");
-  } else if constexpr (kN == 128 && !kBf16) {
-    GROUPED_WGMMA_128("f16");
+    GROUPED_WGMMA("64", GROUPED_R32, "%32", "%33", "%34", "%35", "%36", GROUPED_D16(0), GROUPED_D16(16))
+  } else if constexpr (kN == 80) {
+    GROUPED_WGMMA("80", GROUPED_R40, "%40", "%41", "%42", "%43", "%44", GROUPED_D16(0), GROUPED_D16(16), GROUPED_D8(32))
+  } else if constexpr (kN == 96) {
+    GROUPED_WGMMA("96", GROUPED_R48, "%48", "%49", "%50", "%51", "%52", GROUPED_D16(0), GROUPED_D16(16),
+                  GROUPED_D16(32))
+  } else if constexpr (kN == 112) {
+    GROUPED_WGMMA("112", GROUPED_R56, "%56", "%57", "%58", "%59", "%60", GROUPED_D16(0), GROUPED_D16(16),
+                  GROUPED_D16(32), GROUPED_D8(48))
+  } else if constexpr (kN == 128) {
+    GROUPED_WGMMA("128", GROUPED_R64, "%64", "%65", "%66", "%67", "%68", GROUPED_D16(0), GROUPED_D16(16),
+                  GROUPED_D16(32), GROUPED_D16(48))
+  } else if constexpr (kN == 144) {
+    GROUPED_WGMMA("144", GROUPED_R72, "%72", "%73", "%74", "%75", "%76", GROUPED_D16(0), GROUPED_D16(16),
+                  GROUPED_D16(32), GROUPED_D16(48), GROUPED_D8(64))
+  } else if constexpr (kN == 160) {
+    GROUPED_WGMMA("160", GROUPED_R80, "%80", "%81", "%82", "%83", "%84", GROUPED_D16(0), GROUPED_D16(16),
+                  GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64))
+  } else if constexpr (kN == 176) {
+    GROUPED_WGMMA("176", GROUPED_R88, "%88", "%89", "%90", "%91", "%92", GROUPED_D16(0), GROUPED_D16(16),
+                  GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D8(80))
+  } else if constexpr (kN == 192) {
+    GROUPED_WGMMA("192", GROUPED_R96, "%96", "%97", "%98", "%99", "%100", GROUPED_D16(0), GROUPED_D16(16),
+                  GROUPED_D16(32), GROUPED_D16(48), GROUPED_D16(64), GROUPED_D16(80))
   }
 }
 
@@ -367,8 +376,7 @@ __device__ inline void wgmma_tf32_first(float (&d)[48], uint32_t a0, uint32_t a1
 #undef GROUPED_WGMMA_FP8_128
 #undef GROUPED_WGMMA_FP8_192
 #undef GROUPED_WGMMA_FP8_PAIRS
-#undef GROUPED_WGMMA_64
-#undef GROUPED_WGMMA_128
-#undef GROUPED_WGMMA_192
+#undef GROUPED_WGMMA_TYPE
+#undef GROUPED_WGMMA
 
 }  // namespace grouped::ptx

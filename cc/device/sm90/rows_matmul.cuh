@@ -63,8 +63,7 @@ struct RowsProduct {
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_rows(p, work, rank, thread, p.result + p.first_col * sizeof(Out), p.cols * sizeof(Out),
-               p.width * sizeof(Out));
+    clear_result<Out>(p, work, rank, thread);
   }
 };
 

@@ -153,4 +153,11 @@ __device__ inline void clear_rows(const RowsParams& p, const Work& work, uint32_
   }
 }
 
+// The same in the columns that a product makes.
+template <class Out>
+__device__ inline void clear_result(const MatmulParams& p, const Work& work, uint32_t rank, int thread) {
+  constexpr int64_t kBytes = sizeof(Out);
+  clear_rows(p, work, rank, thread, p.result + p.first_col * kBytes, p.cols * kBytes, p.width * kBytes);
+}
+
 }  // namespace grouped::sm90
