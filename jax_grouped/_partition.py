@@ -124,8 +124,11 @@ def _with_length(spec: ArraySpec, axis: int | None, length: int) -> ArraySpec:
 
 
 def _spec_of(sharding: Any) -> Any:
-    """The PartitionSpec of `sharding`, empty where the array is whole; the sharding itself where it has none."""
-    return PartitionSpec() if sharding.is_fully_replicated else getattr(sharding, "spec", sharding)
+    """The PartitionSpec of `sharding`, empty where the array is whole or nothing is known; the sharding itself where it
+    has none.
+    """
+    whole = sharding is None or sharding.is_fully_replicated
+    return PartitionSpec() if whole else getattr(sharding, "spec", sharding)
 
 
 def check_whole(call: Call, operands: Sequence[Any]) -> None:
@@ -134,8 +137,7 @@ def check_whole(call: Call, operands: Sequence[Any]) -> None:
     Raises:
         ValueError: an operand is sharded, and not along the axis that the call may be split along.
     """
-    shardings = [getattr(operand, "sharding", None) for operand in operands]
-    split_over(call, [PartitionSpec() if each is None else _spec_of(each) for each in shardings])
+    split_over(call, [_spec_of(getattr(operand, "sharding", None)) for operand in operands])
 
 
 def told_its_devices(primitive: Primitive) -> None:
@@ -171,8 +173,23 @@ def lower_local(ctx: Any, run: Callable[..., Sequence[Any]], call: Call, operand
         taken, made = ([NamedSharding(kept[0].mesh, spec) for spec in each] for each in split_specs(call, over))
         return mesh, on_one_shard, made, tuple(taken)
 
+    def inferred(mesh: Any, arguments: Any, results: Any) -> Any:
+        # XLA ends the process where this raises, so refusing is left to `partition`.
+        try:
+            over = split_over(call, [_spec_of(argument.sharding) for argument in arguments])
+        except ValueError:
+            over = None
+        made = [NamedSharding(mesh, spec) for spec in split_specs(call, over)[1]]
+        return jax.tree.unflatten(jax.tree.structure(results), made)
+
     guarded = custom_partitioning(on_one_shard)
-    guarded.def_partition(partition=partition, sharding_rule=_sharding_rule(call))
+    # GSPMD asks `inferred` and Shardy has the rule, beside which it does not accept such a function.
+    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
+    guarded.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=None if shardy else inferred,
+        sharding_rule=_sharding_rule(call),
+    )
     return mlir.lower_fun(guarded, multiple_results=True)(ctx, *operands)
 
 

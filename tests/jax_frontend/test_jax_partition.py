@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -277,3 +278,42 @@ def test_other_layouts_of_a_state_are_refused(kind: AxisType, part: str, spec: P
     error = jax.errors.JaxRuntimeError if kind == AxisType.Auto else ValueError
     with asserts.refused(error, words):
         jax.jit(jax_grouped.update_scaling)(operands)
+
+
+# ---- GSPMD, which JAX still has beside Shardy: an exception in one of its questions ends the process -----------------
+
+
+@pytest.fixture
+def gspmd() -> Iterator[None]:
+    if not hasattr(jax.config, "jax_use_shardy_partitioner"):
+        pytest.skip("this JAX has Shardy alone")
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+
+@pytest.mark.rule("ACC-10")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gspmd_runs_replicated_operands_and_refuses_sharded_ones(gspmd: None, program: str) -> None:
+    del gspmd
+    run, mesh = jax.jit(PROGRAMS[program]), mesh_of(AxisType.Auto, 8)
+    operands = placed(mesh, P(), P())
+    assert "all-gather" not in optimised(run.lower(*operands))
+    same(run(*operands), run(X, W, SIZES))
+    with asserts.refused(jax.errors.JaxRuntimeError, ("`rhs` of grouped_matmul", *FRAGMENTS)):
+        run.lower(*placed(mesh, P(), P("data"))).compile()
+
+
+@pytest.mark.rule("ACC-10", "DLY-1")
+def test_gspmd_updates_states_on_each_shard(gspmd: None) -> None:
+    del gspmd
+    state, mesh = cotangent(), mesh_of(AxisType.Auto, 2, 4)
+    operands = put(mesh, state, along_groups(state, "model"))
+    run = jax.jit(jax_grouped.update_scaling)
+    assert not any(word in optimised(run.lower(operands)) for word in COLLECTIVES)
+    found = run(operands)
+    same(found, jax_grouped.update_scaling(jax.tree.map(jnp.asarray, state)))
+    for mine, given in zip(jax.tree.leaves(found), jax.tree.leaves(operands), strict=True):
+        assert mine.sharding.is_equivalent_to(given.sharding, mine.ndim), mine.sharding
