@@ -75,10 +75,12 @@ def size_word(sizes: Any, rows: int, *, where: Callable[[Any, int, int], Any], t
         where: (condition, a, b) -> elementwise choice of two ints, int32. total: sum over the axis, in int32 or wider.
 
     Raises:
-        TypeError: `rows` is not an integer.
+        TypeError: `rows` is not an integer. ValueError: it is negative.
     """
     if not hasattr(rows, "__index__"):
         raise TypeError(f"`M`: {type(rows).__name__}, expected an integer; pass the number of rows.")
+    if isinstance(rows, int) and rows < 0:
+        raise ValueError(f"`M`: {rows}, expected 0 or more; pass the number of rows.")
     counted = where(sizes > 0, 1, 0) * sizes
     low = counted & 0xFFFF
     # Two partial sums of at most 65535 * 255 each: the low halves would overflow a signed 32-bit sum.

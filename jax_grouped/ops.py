@@ -140,7 +140,7 @@ def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Ar
 
     Raises:
         TypeError: `group_sizes` is not an array of integers, or M is not an integer. ValueError: `group_sizes` does not
-            have one axis.
+            have one axis, or M is negative.
     """
     sizes = as_array(NAMES.sizes, unwrap(group_sizes)[0], "[G]")
     linear_spec.check_sizes(NAMES, RUN.spec(sizes))

@@ -126,7 +126,7 @@ def size_status(group_sizes: Tensor | Sequence[int] | GroupSizes, M: int) -> Ten
     """An int32 scalar on the device of `group_sizes` [G]: bit 0 if one is negative, bit 1 if they sum to more than M.
 
     Raises:
-        TypeError: not integers. ValueError: more than one axis.
+        TypeError: not integers. ValueError: more than one axis, or a negative M.
     """
     sizes, _ = unwrap(group_sizes)
     if not isinstance(sizes, Tensor):

@@ -263,6 +263,8 @@ def test_size_status(sizes, word):
         assert int(jax.jit(jg.size_status, static_argnums=1)(sizes.astype(np.int32), 10)) == word
     with asserts.refused(TypeError, ["`M`", "str", "expected an integer", "number of rows"]):
         jg.size_status(sizes, "10")
+    with asserts.refused(ValueError, ["`M`: -1", "expected 0 or more", "pass the number of rows"]):
+        jg.size_status(sizes, -1)
 
 
 @pytest.mark.rule("GRP-13", "ERR-4")

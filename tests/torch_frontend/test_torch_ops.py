@@ -394,6 +394,8 @@ def test_size_status_and_debug_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int(torch_bridge.size_status([1, 2], 3)) == 0
     with asserts.refused(TypeError, ["`M`", "str", "expected an integer", "number of rows"]):
         torch_bridge.size_status([1, 2], "3")
+    with asserts.refused(ValueError, ["`M`: -1", "expected 0 or more", "pass the number of rows"]):
+        torch_bridge.size_status([1, 2], -1)
     assert int(torch_bridge.size_status(torch.tensor([1, 3]), 3)) == 2
     status = torch_bridge.size_status(torch.tensor([-1, 7], dtype=torch.int32), 3)
     assert status.dtype == torch.int32
