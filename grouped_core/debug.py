@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from numbers import Integral
 from typing import Any
 
 from grouped_core.calls import SLOTS, Call, quantized_parts
@@ -79,7 +80,7 @@ def size_word(sizes: Any, rows: int, *, where: Callable[[Any, int, int], Any], t
     """
     if not hasattr(rows, "__index__"):
         raise TypeError(f"`M`: {type(rows).__name__}, expected an integer; pass the number of rows.")
-    if isinstance(rows, int) and rows < 0:
+    if isinstance(rows, Integral) and rows < 0:  # else it is a symbol
         raise ValueError(f"`M`: {rows}, expected 0 or more; pass the number of rows.")
     counted = where(sizes > 0, 1, 0) * sizes
     low = counted & 0xFFFF

@@ -186,6 +186,13 @@ ADDED = Case("added", (1700, 300, 0, 900, 1536, 768, 3), 5300, 144, 328, frozens
 """Rows per group around the numbers from which L2 adds float32 sums on Hopper; columns end inside of a slice."""
 
 
+HEIGHTS = (1, 16, 17, 0, 33, 47, 64, 65, 80, 96, 97, 112, 128, 129, 144, 160, 176, 192, 193, 0, 385, 577, 90)
+"""Rows per group that have every height of Hopper's tiles of even height, in one tile and in several, odd and even
+numbers of them, with the ends of tiles and of their steps."""
+EVEN_ROWS, OTHER_ROWS = len(HEIGHTS) * 160, len(HEIGHTS) * 250
+"""Rows of buffers for them, with such tiles and with tiles of 128 rows: `choices` of schedule_check.cc holds that."""
+
+
 def named(name: str) -> Case:
     """The case called `name`."""
     (found,) = [case for case in CASES if case.name == name]

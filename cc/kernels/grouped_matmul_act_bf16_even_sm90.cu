@@ -29,24 +29,16 @@ struct EvenUpParams : UpParams {
 };
 
 template <class T, Major kWeights>
-struct EvenUpProduct {
+struct EvenUpProduct : EvenTiles<kWeights, kEvenCols / 2> {
   using Params = EvenUpParams;
   using Element = T;
   using Shape = EvenUpShape;
-  static constexpr Major kLhsMajor = kWeights, kRhsMajor = Major::k;  // as wgmma has them
-  static constexpr bool kRaggedSums = false, kShortEnd = true;
   static constexpr int kParts = 2, kResultCols = kEvenCols / kParts;
   static constexpr int kRowsBox = 64, kPieceRows = kOutRows, kPieceCols = 64;  // as UpProduct has them
-  using Rhs = EvenWeights<kWeights>;
+  using typename EvenTiles<kWeights, kEvenCols / 2>::Rhs;
   // Hidden rows, two pieces of 64 columns, and results.
   using Slots = EvenSlots<1, 3 * kPieceBytes>;
   static_assert(2 * Slots::kBytes == Shape::kWarps * Shape::WarpSlots::kBytes);
-  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
-
-  template <class Push>
-  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
-    schedule_rows<pair_at, kEvenRows, true>(p, kResultCols, rank, mail, push);
-  }
 
   static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {

@@ -26,22 +26,14 @@ template <const TileChoice& kChoice>
 using EvenTile = EvenShape<kChoice.stages, kChoice.slots>;
 
 template <class T, Major kWeights, class Shape_>
-struct EvenProduct {
+struct EvenProduct : EvenTiles<kWeights, kEvenCols> {
   using Params = HalvesParams;
   using Element = T;
   using Shape = Shape_;
-  static constexpr Major kLhsMajor = kWeights, kRhsMajor = Major::k;  // as wgmma has them
-  static constexpr bool kRaggedSums = false, kShortEnd = true;
+  using typename EvenTiles<kWeights, kEvenCols>::Rhs;
   static constexpr int kSetRows = 64;
-  using Rhs = EvenWeights<kWeights>;
   using Slots = EvenSlots<Shape::kSlots, kSetRows * 128>;
   static_assert(2 * Slots::kBytes == Shape::kWarps * Shape::WarpSlots::kBytes);
-  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
-
-  template <class Push>
-  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
-    schedule_rows<pair_at, kEvenRows, true>(p, kEvenCols, rank, mail, push);
-  }
 
   static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
@@ -73,13 +65,8 @@ struct EvenProduct {
 template <class T, Major kWeights, const TileChoice& kChoice>
 void launch_even(const GroupedMatmul& call, HalvesParams p, void* stream) {
   using Product = EvenProduct<T, kWeights, EvenTile<kChoice>>;
-  using Rhs = typename Product::Rhs;
-  map_operands<Rhs>(call, &p);
+  map_halves<typename Product::Rhs>(call, &p);
   map_result(call, &p);
-  p.first_depth = int32_t(call.rhs.dims[call.rhs_axis]);
-  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  p.paced = keeps_pace(p.length);
-  if (call.rhs_up.present()) p.rhs_up = map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false);
   launch_rows_product<Product, kEvenCols>(even_product_sm90<Product>, p, stream);
 }
 

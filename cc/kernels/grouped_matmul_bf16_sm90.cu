@@ -63,13 +63,8 @@ using CooperativeTile = CooperativeShape<kCooperative.cols / 2, kCooperative.sta
 template <class T, class Out, Major kWeights, class Shape>
 void launch_rows(const GroupedMatmul& call, HalvesParams p, void* stream) {
   using Product = RowsProduct<T, Out, kWeights, Shape>;
-  using Rhs = typename Product::Rhs;
-  map_operands<Rhs>(call, &p);
+  map_halves<typename Product::Rhs>(call, &p);
   map_result(call, &p);
-  p.first_depth = int32_t(call.rhs.dims[call.rhs_axis]);
-  p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  p.paced = keeps_pace(p.length);
-  if (call.rhs_up.present()) p.rhs_up = map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false);
   if constexpr (std::is_same_v<Shape, CooperativeTile>) {
     launch_rows_product<Product, Shape::kTileCols>(cooperative_product_sm90<Product>, p, stream);
   } else {

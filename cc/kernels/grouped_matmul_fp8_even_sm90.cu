@@ -26,19 +26,12 @@ struct Shape : ShellShape<(kEvenRows + kEvenCols) * 128, kPromoting.stages, kPro
 };
 
 template <bool kWideRows, bool kWideWeights, class Out>
-struct EvenFp8Product {
+struct EvenFp8Product : EvenTiles<Major::k, kEvenCols> {
   using Params = Fp8RowsParams;
   using Element = ptx::Fp8Pair<kWideWeights, kWideRows>;  // as wgmma has them
   using Shape = sm90::Shape;
-  using Rhs = EvenWeights<Major::k>;
   using Slots = EvenSlots<1, kEvenRows * 128>;
   static_assert(2 * Slots::kBytes == Shape::kWarps * Shape::WarpSlots::kBytes);
-  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
-
-  template <class Push>
-  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
-    schedule_rows<pair_at, kEvenRows, true>(p, kEvenCols, rank, mail, push);
-  }
 
   static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
@@ -58,7 +51,7 @@ struct EvenFp8Product {
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_whole_rows<Out>(p, work, rank, thread);
+    clear_result<Out>(p, work, rank, thread);
   }
 };
 
@@ -122,7 +115,7 @@ void launch_result(const GroupedMatmul& call, Fp8RowsParams p, void* stream) {
 
 }  // namespace
 
-// `p` is that of the other tile, whose boxes of weights are wider.
+// `p` has all but the map of the weights.
 void launch_even_fp8_rows(const GroupedMatmul& call, Fp8RowsParams p, void* stream) {
   map_weights<EvenWeights<Major::k>>(call, &p);
   const bool wide_rows = call.lhs.dtype == DType::e5m2, wide_weights = call.rhs.dtype == DType::e5m2;

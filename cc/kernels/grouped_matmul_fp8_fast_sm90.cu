@@ -35,8 +35,9 @@ template <class Pair, class Out>
 using FastRows = Fp8Rows<Pair, Out, Shape>;
 
 void launch(const GroupedMatmul& call, const Context& context) {
-  launch_fp8_rows<FastRows>(call, context, [&](auto product, const Fp8RowsParams& p) {
+  launch_fp8_rows<FastRows>(call, context, [&](auto product, Fp8RowsParams p) {
     using Product = decltype(product);
+    map_weights<typename Product::Rhs>(call, &p);
     launch_rows_product<Product>(grouped_product_sm90<Product>, p, context.stream);
   });
 }

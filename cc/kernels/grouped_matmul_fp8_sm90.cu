@@ -82,11 +82,12 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
 }
 
 void launch(const GroupedMatmul& call, const Context& context) {
-  launch_fp8_rows<PromotedRows>(call, context, [&](auto product, const Fp8RowsParams& p) {
+  launch_fp8_rows<PromotedRows>(call, context, [&](auto product, Fp8RowsParams p) {
     using Product = decltype(product);
     if (sizeof(typename Product::Result) == 2 && !p.scaled && even_fp8_tiles_sm90(p.rows, p.groups)) {
       return launch_even_fp8_rows(call, p, context.stream);
     }
+    map_weights<typename Product::Rhs>(call, &p);
     launch_rows_product<Product>(grouped_product_fp8_sm90<Product>, p, context.stream);
   });
 }

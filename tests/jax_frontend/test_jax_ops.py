@@ -264,7 +264,7 @@ def test_size_status(sizes, word):
     with asserts.refused(TypeError, ["`M`", "str", "expected an integer", "number of rows"]):
         jg.size_status(sizes, "10")
     with asserts.refused(ValueError, ["`M`: -1", "expected 0 or more", "pass the number of rows"]):
-        jg.size_status(sizes, -1)
+        jg.size_status(sizes, np.int64(-1))
 
 
 @pytest.mark.rule("GRP-13", "ERR-4")

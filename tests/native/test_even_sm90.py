@@ -21,26 +21,21 @@ from tests.native.runner import Native, product
 
 pytestmark = pytest.mark.gpu
 
-# Every height, in one tile and in several, odd and even numbers of them; the ends of tiles and of their steps.
-SIZES = (1, 16, 17, 0, 33, 47, 64, 65, 80, 96, 97, 112, 128, 129, 144, 160, 176, 192, 193, 0, 385, 577, 90)
-EVEN, OTHER = len(SIZES) * 160, len(SIZES) * 250
-"""Rows of the buffers: `choices` of schedule_check.cc holds that these means choose different tiles."""
-
 each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 each_layout = pytest.mark.parametrize("transposed", [False, True])
 
 
 def problems(dtype: str, transposed: bool, k: int, n: int) -> list[cases.Problem]:
     """The same groups in either buffer."""
-    case = cases.Case("even", SIZES, EVEN, k, n, frozenset())
+    case = cases.Case("even", cases.HEIGHTS, cases.EVEN_ROWS, k, n, frozenset())
     p = cases.problem(case, dtype, transposed=transposed)
 
     def longer(rows: NDArray[Any]) -> NDArray[Any]:
-        tail = np.full((OTHER - EVEN, *rows.shape[1:]), cases.TAIL, rows.dtype)
+        tail = np.full((cases.OTHER_ROWS - cases.EVEN_ROWS, *rows.shape[1:]), cases.TAIL, rows.dtype)
         return np.concatenate([rows, tail])
 
     other = p._replace(
-        case=cases.Case("other", SIZES, OTHER, k, n, frozenset()),
+        case=cases.Case("other", cases.HEIGHTS, cases.OTHER_ROWS, k, n, frozenset()),
         x=longer(p.x),
         dy=longer(p.dy),
         row_scale=longer(p.row_scale),
@@ -49,7 +44,7 @@ def problems(dtype: str, transposed: bool, k: int, n: int) -> list[cases.Problem
 
 
 def agree(found: list[NDArray[Any]], what: str) -> None:
-    end = sum(SIZES)
+    end = sum(cases.HEIGHTS)
     asserts.bitwise(found[0][:end], found[1][:end], what)
     for rows in found:
         asserts.zero(rows[end:], f"tail of {what}")
@@ -76,7 +71,7 @@ def test_bias_and_row_scale(dtype, transposed, bias, scale_bias):
     run, pair = Native("grouped_matmul_bf16_sm90", check=False), problems(dtype, transposed, 72, 200)
     given: dict[str, Any] = {}
     if bias is not None:
-        of_columns = cases.normal((len(SIZES), 200), dtype if bias == "own" else bias, "bias")
+        of_columns = cases.normal((len(cases.HEIGHTS), 200), dtype if bias == "own" else bias, "bias")
         given = {"bias": of_columns, "scale_bias": scale_bias}
     agree([product(run, "forward", p, row_scale=p.row_scale, **given) for p in pair], "result")
 
@@ -90,7 +85,7 @@ def test_bias_and_row_scale(dtype, transposed, bias, scale_bias):
 def test_activations(dtype, transposed, interleave, width, hidden):
     found = []
     for p in problems(dtype, transposed, 136, width):
-        bias = cases.normal((len(SIZES), width), "float32", "bias")
+        bias = cases.normal((len(cases.HEIGHTS), width), "float32", "bias")
         call = calls.grouped_matmul_act(
             *(spec_of(p.x), spec_of(p.w), 2 if transposed else 1, spec_of(p.group_sizes), dtype),
             activation=Activation("clamped_qgeglu", interleave=interleave),

@@ -314,8 +314,8 @@ def test_rows_depend_on_their_group_alone(kernel, pair):
 @pytest.mark.parametrize("result", ["bfloat16", "float16"])
 def test_tiles_of_even_height_change_no_bit(pair, result):
     """Rows per group choose them: the same groups in a longer buffer have tiles of 128 rows (schedule_check.cc)."""
-    case = cases.Case("even", (5, 0, 17, 130, 64, 191, 192, 193, 400), 9 * 150, 1040, 200, frozenset())
-    longer = cases.Case("other", case.sizes, 9 * 250, case.k, case.n, frozenset())
+    case = cases.Case("even", cases.HEIGHTS, cases.EVEN_ROWS, 304, 200, frozenset())
+    longer = cases.Case("other", cases.HEIGHTS, cases.OTHER_ROWS, case.k, case.n, frozenset())
     rows, weights = rows_operand(case, case.k, pair[0], "x"), weight_operand(case, pair[1])
     codes = rows.arrays["values"]
     assert codes is not None

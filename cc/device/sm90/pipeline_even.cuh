@@ -41,6 +41,20 @@ struct EvenWeights {
   }
 };
 
+// What products with such tiles share; a tile has kResultCols columns of the result.
+template <Major kWeights, int kResultCols>
+struct EvenTiles {
+  static constexpr Major kLhsMajor = kWeights, kRhsMajor = Major::k;  // as wgmma has them
+  static constexpr bool kRaggedSums = false, kShortEnd = true;
+  using Rhs = EvenWeights<kWeights>;
+  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
+
+  template <class Params, class Push>
+  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
+    schedule_rows<pair_at, kEvenRows, true>(p, kResultCols, rank, mail, push);
+  }
+};
+
 // The rows of a tile, from `lhs`, or for blocks of a low-rank product from its own.
 template <class Params>
 __device__ inline void load_even_rows(const Params& p, const Work& work, const FromLow& part, int boxes, uint32_t rank,

@@ -12,6 +12,16 @@ struct HalvesParams : MatmulParams {
   LowMaps low;          // beside weights in one array
 };
 
+// All maps but `out`, with weights in boxes of Rhs; a low-rank product adds to `length`.
+template <class Rhs>
+void map_halves(const GroupedMatmul& call, HalvesParams* p) {
+  map_operands<Rhs>(call, p);
+  p->first_depth = int32_t(call.rhs.dims[call.rhs_axis]);
+  p->low = low_maps(call.low, p->groups, Rhs::kBoxCols, Rhs::kBoxRows, &p->length);
+  p->paced = keeps_pace(p->length);
+  if (call.rhs_up.present()) p->rhs_up = map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false);
+}
+
 template <class T, class Out, Major kWeights, class Shape_>
 struct RowsProduct {
   using Params = HalvesParams;

@@ -20,13 +20,6 @@ struct Fp8RowsParams : MatmulParams {  // `length` is that of a row in 16-bit el
   bool scaled;                         // by block
 };
 
-// The result is always as wide as what a product makes of it.
-template <class Out>
-__device__ inline void clear_whole_rows(const Fp8RowsParams& p, const Work& work, uint32_t rank, int thread) {
-  const int64_t bytes = int64_t(p.cols) * sizeof(Out);
-  clear_rows(p, work, rank, thread, p.result, bytes, bytes);
-}
-
 template <class Pair, class Out, class Shape_>
 struct Fp8Rows {
   using Params = Fp8RowsParams;
@@ -76,7 +69,7 @@ struct Fp8Rows {
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_whole_rows<Out>(p, work, rank, thread);
+    clear_result<Out>(p, work, rank, thread);
   }
 };
 
@@ -105,7 +98,8 @@ inline std::string refuses_fp8_rows(const GroupedMatmul& c, const Target&) {
 
 inline size_t fp8_rows_workspace(const GroupedMatmul&, const Target&) { return sizeof(RowDraws); }
 
-// Calls launch(product, params) for the types of a call, with Product_<types of the operands, type of the result>.
+// Calls launch(product, params) for the types of a call, with Product_<types of the operands, type of the result>. The
+// map of the weights is left to it.
 template <template <class, class> class Product_, class Launch>
 void launch_fp8_rows(const GroupedMatmul& call, const Context& context, Launch launch) {
   if (call.lhs.dims[0] == 0) return;
@@ -116,7 +110,7 @@ void launch_fp8_rows(const GroupedMatmul& call, const Context& context, Launch l
     set_scales(call.scales, &p);
     p.length = int32_t(call.lhs.dims[1] / kCodesPerElement);
     p.paced = keeps_pace(p.length);
-    map_operands<typename Product::Rhs>(call, &p);
+    p.lhs = map_of_rows(call.lhs);
     map_result(call, &p);
     launch(Product{}, p);
   });
