@@ -51,7 +51,7 @@ struct EvenFp8Product : EvenTiles<Major::k, kEvenCols> {
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_result<Out>(p, work, rank, thread);
+    clear_whole_rows<Out>(p, work, rank, thread);
   }
 };
 

@@ -20,6 +20,13 @@ struct Fp8RowsParams : MatmulParams {  // `length` is that of a row in 16-bit el
   bool scaled;                         // by block
 };
 
+// Results are as wide as what a product makes of them, so their tails are cleared without `first_col` and `width`.
+template <class Out>
+__device__ inline void clear_whole_rows(const Fp8RowsParams& p, const Work& work, uint32_t rank, int thread) {
+  const int64_t bytes = int64_t(p.cols) * sizeof(Out);
+  clear_rows(p, work, rank, thread, p.result, bytes, bytes);
+}
+
 template <class Pair, class Out, class Shape_>
 struct Fp8Rows {
   using Params = Fp8RowsParams;
@@ -69,7 +76,7 @@ struct Fp8Rows {
   }
 
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_result<Out>(p, work, rank, thread);
+    clear_whole_rows<Out>(p, work, rank, thread);
   }
 };
 
