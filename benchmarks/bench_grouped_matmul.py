@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # both frameworks share one GPU here
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -25,9 +26,9 @@ L2_BYTES = 60 << 20  # of an H200; the rotated inputs exceed twice this size
 
 
 def bench(
-    problem: cases.Case, product: str, dtype: str, device: str, names: Sequence[str], budget_s: float
+    problem: cases.Case, product: str, dtype: str, device: str, names: Sequence[str], protocol: dict[str, Any]
 ) -> list[harness.Row]:
-    """All candidates on one GEMM of one problem."""
+    """All candidates on one GEMM of one problem; `protocol`: options of `harness.measure`."""
     operand_bytes = 2 * (problem.rows * (problem.k + problem.n) + problem.groups * problem.k * problem.n)
     sets = 1 if device == "cpu" else max(1, min(4, 1 + 2 * L2_BYTES // operand_bytes))
     work = baselines.make_work(product, dtype, list(problem.sizes), problem.rows, problem.k, problem.n, device, sets)
@@ -45,8 +46,7 @@ def bench(
             skipped[name] = str(reason)
         except ImportError as reason:
             skipped[name] = f"cannot be imported: {reason}"
-    clock = harness.cpu_clock if device == "cpu" else _gpu_clock
-    timings = harness.measure(thunks, clock=clock, sets=sets, budget_s=budget_s)
+    timings = harness.measure(thunks, sets=sets, **protocol)
     dense_us = timings["dense"].median_us
     rows = []
     for name in names:
@@ -95,11 +95,17 @@ def main() -> None:
         "--candidates", nargs="+", choices=list(baselines.CANDIDATES), default=list(baselines.CANDIDATES)
     )
     parser.add_argument("--budget", type=float, default=20.0, help="seconds per block of the table")
+    parser.add_argument(
+        "--steady", type=float, metavar="SECONDS", help="time each candidate in runs of so many seconds, on a GPU"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if options.plot and (missing := plots.missing()):
         parser.error(missing)
+    protocol = {"clock": harness.cpu_clock if options.device == "cpu" else _gpu_clock, "budget_s": options.budget}
+    if options.steady is not None:
+        protocol = harness.steady(options.steady)
     names = list(dict.fromkeys(["dense", *options.candidates]))
     rows = []
     tags = ("cpu_bench",) if options.device == "cpu" else ("bench", "few_rows", "router")
@@ -108,7 +114,7 @@ def main() -> None:
             continue
         for dtype in options.dtypes:
             for product in options.products:
-                block = bench(problem, product, dtype, options.device, names, options.budget)
+                block = bench(problem, product, dtype, options.device, names, protocol)
                 print(harness.table(block), flush=True)
                 rows += block
     print(harness.machine())

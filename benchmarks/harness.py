@@ -7,6 +7,7 @@
 - Warm-up rounds are discarded; the median is reported, with the 10th and 90th percentile as spread.
 - On a GPU a candidate is timed by events around its launches, a JAX candidate by the wall clock between the ends of
   queued calls; on a CPU by the wall clock around the finished call.
+- Long runs (`steady`) also report the power that the GPU draws and the clock of its multiprocessors.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import json
 import platform
 import random
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,12 +33,14 @@ Thunk = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one call in microseconds."""
+    """Time of one call in microseconds; in long runs the mean power in watts and clock in MHz, where they are known."""
 
     median_us: float
     p10_us: float
     p90_us: float
     rounds: int
+    watts: float | None = None
+    mhz: float | None = None
 
     @property
     def spread(self) -> float:
@@ -81,11 +86,41 @@ def _timed(thunk: Thunk, index: int, sets: int, calls: int) -> float:
 Clock = Callable[[Thunk, int, int], float]
 
 
+class Sensors:
+    """Power and multiprocessor clock of the GPU, which `nvidia-smi` reports every 20 ms while the object is in use."""
+
+    def __init__(self) -> None:
+        query = ["--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits", "-lms", "20"]
+        command = ["nvidia-smi", *query]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._readings: list[tuple[float, float, float]] = []  # time, watts, MHz
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                watts, mhz = map(float, line.split(","))
+            except ValueError:  # "[N/A]"
+                continue
+            self._readings.append((time.perf_counter(), watts, mhz))
+
+    def between(self, start: float, end: float) -> list[tuple[float, float]]:
+        """The readings (watts, MHz) between two times of `time.perf_counter`."""
+        return [(watts, mhz) for at, watts, mhz in self._readings if start <= at <= end]
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._process.terminate()
+        self._process.wait()
+
+
 def steady(seconds: float) -> dict[str, Any]:
     """Options of `measure` for long runs: three of `seconds`, each after a warm-up of half as many calls.
 
     A GPU at its power limit takes some tenths of a second to reach the clock of its work; in short interleaved runs
-    each candidate is affected by the heat and clocks of the others.
+    each candidate is affected by the heat and clocks of the others. Power and clock are those of the second half of
+    each run.
     """
 
     def clock(thunk: Thunk, index: int, sets: int) -> float:
@@ -93,7 +128,7 @@ def steady(seconds: float) -> dict[str, Any]:
         _timed(thunk, index, sets, calls // 2)
         return _timed(thunk, index, sets, calls)
 
-    return {"clock": clock, "rounds": 3, "warmup": 1}
+    return {"clock": clock, "rounds": 3, "warmup": 1, "sensors": True}
 
 
 def queue_clock(thunk: Thunk, index: int, sets: int) -> float:
@@ -159,12 +194,18 @@ def measure(
     warmup: int = 3,
     rounds: int = 30,
     budget_s: float = 60.0,
+    sensors: bool = False,
 ) -> dict[str, Timing]:
     """Times every thunk `rounds` times, interleaved, or fewer times once `budget_s` is spent.
 
     Each thunk gets at most an equal share of the budget, but at least five rounds. If its first call takes longer than
     its share, that call is the only sample.
+
+    Args:
+        sensors: whether power and clock of the GPU are read during the second half of each run.
     """
+    watch = Sensors() if sensors and shutil.which("nvidia-smi") else None
+    readings: dict[str, list[tuple[float, float]]] = {name: [] for name in thunks}
     samples: dict[str, list[float]] = {name: [] for name in thunks}
     share = budget_s / max(1, len(thunks)) * 1e6
     quick = {}
@@ -183,13 +224,20 @@ def measure(
         shuffled.shuffle(order)  # no candidate always follows the same predecessor, which leaves the GPU hot or cool
         for name, thunk in order:
             if i < 5 or sum(samples[name]) < share:
+                start = time.perf_counter()
                 samples[name].append(clock(thunk, i, sets))
-    return {name: _timing(values) for name, values in samples.items()}
+                end = time.perf_counter()
+                if watch is not None:
+                    readings[name] += watch.between((start + end) / 2, end)
+    if watch is not None:
+        watch.stop()
+    return {name: _timing(values, readings[name]) for name, values in samples.items()}
 
 
-def _timing(values: Sequence[float]) -> Timing:
+def _timing(values: Sequence[float], readings: Sequence[tuple[float, float]]) -> Timing:
     p10, median, p90 = np.percentile(values, [10, 50, 90])
-    return Timing(float(median), float(p10), float(p90), len(values))
+    watts, mhz = np.mean(readings, axis=0).tolist() if readings else (None, None)
+    return Timing(float(median), float(p10), float(p90), len(values), watts, mhz)
 
 
 def machine() -> dict[str, Any]:
@@ -259,6 +307,8 @@ def table(rows: Sequence[Row]) -> str:
     """Formats the rows as fixed-width text."""
     head = f"{'case':<16}{'product':<10}{'dtype':<10}{'candidate':<30}"
     head += f"{'us':>11}{'+-':>6}{'TFLOP/s':>10}{'share':>8}{'error':>10}"
+    if any(r.timing is not None and r.timing.watts is not None for r in rows):
+        head += f"{'W':>6}{'MHz':>6}"
     lines = [head, "-" * len(head)]
     for r in rows:
         left = f"{r.case:<16}{r.product:<10}{r.dtype:<10}{r.candidate:<30}"
@@ -268,7 +318,8 @@ def table(rows: Sequence[Row]) -> str:
         share = "" if r.share is None else f"{r.share:.3f}"
         error = "" if r.error is None else f"{r.error:.1e}"
         tflops = "" if r.tflops is None else f"{r.tflops:.3f}"
-        lines.append(f"{left}{r.timing.median_us:>11.1f}{r.timing.spread:>6.0%}{tflops:>10}{share:>8}{error:>10}")
+        chip = "" if r.timing.watts is None else f"{r.timing.watts:>6.0f}{r.timing.mhz:>6.0f}"
+        lines.append(f"{left}{r.timing.median_us:>11.1f}{r.timing.spread:>6.0%}{tflops:>10}{share:>8}{error:>10}{chip}")
     return "\n".join(lines)
 
 

@@ -186,6 +186,11 @@ ADDED = Case("added", (1700, 300, 0, 900, 1536, 768, 3), 5300, 144, 328, frozens
 """Rows per group around the numbers from which L2 adds float32 sums on Hopper; columns end inside of a slice."""
 
 
+STAGED = Case("staged", (700, 0, 5, 1000, 412, 193), 2600, 200, 264, frozenset())
+"""Rows for which Hopper's weight gradients have more stages where they are only stored (`choices` of
+schedule_check.cc); the last tile of columns is not whole."""
+
+
 HEIGHTS = (1, 16, 17, 0, 33, 47, 64, 65, 80, 96, 97, 112, 128, 129, 144, 160, 176, 192, 193, 0, 385, 577, 90)
 """Rows per group that have every height of Hopper's tiles of even height, in one tile and in several, odd and even
 numbers of them, with the ends of tiles and of their steps."""

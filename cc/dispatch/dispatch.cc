@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <mutex>
+#include <unordered_map>
 
 #include "cc/api/operands.h"
 
@@ -133,6 +135,69 @@ bool ask(const Kernel<Call>& kernel, const Call& call, const Target& target, Cho
   return choice->spare != nullptr || choice->kernel->alignment == 1;
 }
 
+// All that a choice follows from, as bytes: the target, and of a call the operands that are there, with their types and
+// dimensions, and the parameters.
+class ChoiceFacts {
+ public:
+  explicit ChoiceFacts(const Target& target) {
+    bytes_.reserve(512);
+    append(target.platform);
+    append(target.sm);
+    append(target.families);
+  }
+
+  void input(const char*, TensorView& view, const char*) { append_view(view); }
+  void optional(const char*, TensorView& view, const char*) { append_view(view); }
+  void output(const char*, TensorView& view, const char*) { append_view(view); }
+  void optional_output(const char*, TensorView& view, const char*) { append_view(view); }
+  void param(const char*, int64_t& value) { append(value); }
+  void param(const char*, float& value) { append(value); }
+  void param(const char*, std::string& value) {
+    append(value.size());
+    bytes_ += value;
+  }
+
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  void append_view(const TensorView& view) {
+    append(static_cast<signed char>(view.rank));
+    if (!view.present()) return;
+    append(view.dtype);
+    bytes_.append(reinterpret_cast<const char*>(view.dims), static_cast<size_t>(view.rank) * sizeof(view.dims[0]));
+  }
+  template <class T>
+  void append(const T& value) {
+    bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
+
+  std::string bytes_;
+};
+
+template <class Call>
+class KeptChoices {
+ public:
+  Chosen<Call> find(Call call, const Target& target) {
+    ChoiceFacts facts(target);
+    call.visit(facts);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = kept_.find(facts.bytes());
+      if (found != kept_.end()) return found->second;
+    }
+    const Chosen<Call> chosen = choose(call, target, "");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (kept_.size() >= kMost) kept_.clear();
+    return kept_[facts.bytes()] = chosen;
+  }
+
+ private:
+  static constexpr size_t kMost = 4096;
+
+  std::mutex mutex_;
+  std::unordered_map<std::string, Chosen<Call>> kept_;
+};
+
 }  // namespace
 
 template <class Call>
@@ -159,12 +224,18 @@ Choice<Call> choose(const Call& call, const Target& target, const std::string& i
 }
 
 template <class Call>
+Chosen<Call> chosen_before(const Call& call, const Target& target) {
+  static KeptChoices<Call> kept;
+  return kept.find(call, target);
+}
+
+template <class Call>
 const TensorView* unaligned(const Call& call, int alignment) {
   return find_unaligned(call, alignment);
 }
 
 template <class Call>
-const Kernel<Call>* kernel_for(const Choice<Call>& choice, const Call& call) {
+const Kernel<Call>* kernel_for(const Chosen<Call>& choice, const Call& call) {
   const int alignment = choice.kernel->alignment;
   return alignment == 1 || unaligned(call, alignment) == nullptr ? choice.kernel : choice.spare;
 }
@@ -179,7 +250,8 @@ size_t workspace_for(const Choice<Call>& choice, const Call& call) {
   template std::string refusal_of<Call>(const Kernel<Call>&, const Call&, const Target&); \
   template Choice<Call> choose<Call>(const Call&, const Target&, const std::string&);     \
   template const TensorView* unaligned<Call>(const Call&, int);                           \
-  template const Kernel<Call>* kernel_for<Call>(const Choice<Call>&, const Call&);        \
+  template Chosen<Call> chosen_before<Call>(const Call&, const Target&);                  \
+  template const Kernel<Call>* kernel_for<Call>(const Chosen<Call>&, const Call&);        \
   template size_t workspace_for<Call>(const Choice<Call>&, const Call&);
 GROUPED_CALLS(X)
 #undef X

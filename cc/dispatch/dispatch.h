@@ -1,5 +1,6 @@
 // Which kernel runs a call: the first of its table that accepts, else every kernel's reason to refuse. A pure function
-// of shapes, dtypes, parameters and target, asked once at trace time and again, with the same answer, at launch.
+// of shapes, dtypes, parameters and target, asked at trace time; what runs inside of another call is asked for again at
+// launch, with the same answer.
 #pragma once
 
 #include <string>
@@ -26,12 +27,16 @@ struct Refusal {
 };
 
 template <class Call>
-struct Choice {
+struct Chosen {
   const Kernel<Call>* kernel = nullptr;  // null: no kernel takes the call
   const Kernel<Call>* spare = nullptr;   // runs where the addresses do not suit `kernel`; null: `kernel` takes any
-  std::vector<Refusal> refusals;         // of the kernels asked before the chosen one, best first
-  size_t workspace_bytes = 0;            // enough for both, whatever the addresses
-  size_t aligned_workspace_bytes = 0;    // enough for `kernel` where the addresses are multiples of kAlignment
+};
+
+template <class Call>
+struct Choice : Chosen<Call> {
+  std::vector<Refusal> refusals;       // of the kernels asked before the chosen one, best first
+  size_t workspace_bytes = 0;          // enough for both, whatever the addresses
+  size_t aligned_workspace_bytes = 0;  // enough for `kernel` where the addresses are multiples of kAlignment
 
   size_t bytes(bool aligned) const { return aligned ? aligned_workspace_bytes : workspace_bytes; }
 };
@@ -45,9 +50,14 @@ std::string refusal_of(const Kernel<Call>& kernel, const Call& call, const Targe
 template <class Call>
 Choice<Call> choose(const Call& call, const Target& target, const std::string& implementation);
 
+// What `choose` finds without a wish. To ask every kernel of a table takes ten microseconds and more, so what was found
+// is kept by the facts of the call, for calls that run inside of others and are therefore chosen at each launch.
+template <class Call>
+Chosen<Call> chosen_before(const Call& call, const Target& target);
+
 // The kernel of `choice` for these addresses; null where neither takes them (a pinned kernel has no spare).
 template <class Call>
-const Kernel<Call>* kernel_for(const Choice<Call>& choice, const Call& call);
+const Kernel<Call>* kernel_for(const Chosen<Call>& choice, const Call& call);
 
 // The first operand or result whose address is no multiple of `alignment`, of those that kernels want aligned; null:
 // none.

@@ -46,8 +46,7 @@ inline Context behind(const Context& context, size_t taken) {
 
 template <class Part>
 void run_part(const Part& part, const Context& context) {
-  const Choice<Part> choice = choose(part, context.target, "");
-  kernel_for(choice, part)->launch(part, context);
+  kernel_for(chosen_before(part, context.target), part)->launch(part, context);
 }
 
 }  // namespace grouped

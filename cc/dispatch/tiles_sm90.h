@@ -1,7 +1,7 @@
 // Problem -> tile, for the wgmma kernels. Pure arithmetic on shapes and types, tested without a GPU. No group's size
-// takes part in any choice, M in that of tiles of even height alone. The choice of a tile does not show in bits, since
-// every tile adds along the contracted axis in the same order; that of the parts of a sum does, and G takes part in it:
-// batch-invariant calls have one part.
+// takes part in any choice, M in that of tiles of even height and of stages for weight gradients alone. The choice of a
+// tile does not show in bits, since every tile adds along the contracted axis in the same order; that of the parts of a
+// sum does, and G takes part in it: batch-invariant calls have one part.
 #pragma once
 
 #include <cstdint>
@@ -55,6 +55,9 @@ bool even_tiles_sm90(int64_t rows, int64_t groups, int64_t contracted, int64_t c
 // The same for the up projection with a gated activation, and for 8-bit operands with scales of groups.
 bool even_tiles_with_activation_sm90(int64_t rows, int64_t groups);
 bool even_fp8_tiles_sm90(int64_t rows, int64_t groups);
+
+// Whether weight gradients in 16 bits that are only stored have kManyStages, not kManySlots.
+bool many_stages_for_sums_sm90(int64_t rows, int64_t groups);
 
 // For gradients at the hidden rows of plain operands.
 const TileChoice& dact_tile_sm90(int64_t contracted);

@@ -15,6 +15,7 @@
 //
 //   tile        accumulators   ring         slots           registers, 128 + 256 threads
 //   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232
+//   128 x 192   192 a thread   5 x 40 KiB   8 x 1 x 2 KiB   40 / 232    some results that are only stored
 //   128 x 64    64 a thread    7 x 24 KiB   8 x 2 x 2 KiB   40 / 232    few columns
 #include <algorithm>
 
@@ -80,6 +81,18 @@ struct ContractionProduct {
   static __device__ void clear_tail(const Params&, const Work&, uint32_t, int) {}
 };
 
+// The same with sums that are only stored, which one slot allows.
+template <class T, class Shape_>
+struct StoredContractionProduct : ContractionProduct<T, T, Shape_> {
+  using typename ContractionProduct<T, T, Shape_>::Params;
+  using Epilogue = NothingHeld;
+  static __device__ Epilogue begin(const Params&, const Work&, int, int, const Slots<Shape_::kSlots>&) { return {}; }
+  static __device__ void store(const Params& p, const Work& work, int row, int cols, float (&acc)[Shape_::kCols / 2],
+                               Slots<Shape_::kSlots>& slots, Epilogue& held) {
+    store_part<T, Shape_::kCols>(acc, &p.out, contraction_at(work, row), cols, slots, held, [](int, float (&)[4]) {});
+  }
+};
+
 // The same with sums that are multiplied by their group's scales before anything is added: of widened operands.
 struct ScaledContractionParams : ContractionParams {
   const float* lhs_scales;  // [groups], or null
@@ -102,19 +115,25 @@ struct ScaledContractionProduct : ContractionProduct<T, Out, Shape_> {
 template <const TileChoice& kChoice>
 using TileOf = TileShape<kChoice.cols, kChoice.stages, kChoice.slots>;
 
-template <class T, class Out, class Shape>
-void launch_shape(const GroupedMatmul& call, ContractionParams p, void* stream) {
-  using Product = ContractionProduct<T, Out, Shape>;
+template <class Product>
+void map_rows(const GroupedMatmul& call, ContractionParams* p) {
+  using T = typename Product::Element;
   using Rhs = typename Product::Rhs;
   // Without rows nothing is loaded, but a map wants an address.
   const bool empty = call.lhs.dims[0] == 0;
   const auto map = [&](const TensorView& rows, int64_t half, uint32_t box_cols, uint32_t box_rows) {
     const Columns columns = columns_of(rows, half);
-    return tensor_map(empty ? static_cast<const void*>(p.spans) : rows.as<const T>() + columns.first, rows.dtype,
+    return tensor_map(empty ? static_cast<const void*>(p->spans) : rows.as<const T>() + columns.first, rows.dtype,
                       ragged_shape(columns.count, rows.dims[1], rows.dtype), box_cols, box_rows);
   };
-  p.lhs = map(call.lhs, call.lhs_half, 64, 64);
-  p.rhs = map(call.rhs, call.rhs_half, Rhs::kBoxCols, Rhs::kBoxRows);
+  p->lhs = map(call.lhs, call.lhs_half, 64, 64);
+  p->rhs = map(call.rhs, call.rhs_half, Rhs::kBoxCols, Rhs::kBoxRows);
+}
+
+template <class T, class Out, class Shape>
+void launch_shape(const GroupedMatmul& call, ContractionParams p, void* stream) {
+  using Product = ContractionProduct<T, Out, Shape>;
+  map_rows<Product>(call, &p);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if (has_group_scales(call.scales)) {
       ScaledContractionParams scaled{};
@@ -128,10 +147,21 @@ void launch_shape(const GroupedMatmul& call, ContractionParams p, void* stream) 
   launch_contraction<Product>(grouped_product_sm90<Product>, p, stream);
 }
 
+template <class T>
+void launch_stored(const GroupedMatmul& call, ContractionParams p, void* stream) {
+  using Product = StoredContractionProduct<T, TileOf<kManyStages>>;
+  map_rows<Product>(call, &p);
+  launch_contraction<Product>(grouped_product_sm90<Product>, p, stream);
+}
+
 template <class T, class Out>
 void launch_types(const GroupedMatmul& call, const ContractionParams& p, void* stream) {
-  return p.cols <= kNarrow.cols ? launch_shape<T, Out, TileOf<kNarrow>>(call, p, stream)
-                                : launch_shape<T, Out, TileOf<kManySlots>>(call, p, stream);
+  if (p.cols <= kNarrow.cols) return launch_shape<T, Out, TileOf<kNarrow>>(call, p, stream);
+  if constexpr (std::is_same_v<T, Out>) {
+    const bool only_stored = !p.accumulate && !has_group_scales(call.scales);
+    if (only_stored && many_stages_for_sums_sm90(call.lhs.dims[0], p.groups)) return launch_stored<T>(call, p, stream);
+  }
+  return launch_shape<T, Out, TileOf<kManySlots>>(call, p, stream);
 }
 
 std::string refuses(const GroupedMatmul& c, const Target&) {

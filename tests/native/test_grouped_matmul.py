@@ -235,6 +235,17 @@ def test_additions_to_float32_are_rounded_once(tiny):
     assert np.any((found != 0) & (np.abs(found) < np.finfo(np.float32).tiny)) == tiny, "what is subnormal"
 
 
+@pytest.mark.gpu
+@pytest.mark.rule("MAT-11")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_sums_that_are_only_stored_are_rounded_once(dtype, transposed):
+    """They have stages instead of slots there, and the bits of float32 sums, which have slots, after one rounding."""
+    p, run = cases.problem(cases.STAGED, dtype, transposed=transposed), Native("grouped_matmul_bf16_wgrad_sm90")
+    sums = product(run, "wgrad", p, result_dtype="float32")
+    asserts.bitwise(product(run, "wgrad", p), sums.astype(p.x.dtype))
+
+
 @pytest.mark.rule("MAT-11")
 @each_kernel
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -486,7 +497,7 @@ def test_listed_weights_and_biases_have_the_bits_of_packed_ones(kernel, dtype, t
 @pytest.mark.rule("MAT-4", "MAT-5")
 @pytest.mark.matrix(
     kernel=KERNELS,
-    case=(LONG_GROUPS, *(cases.named(name) for name in ("jagged", "idle_ends", "groups_65"))),
+    case=(LONG_GROUPS, cases.STAGED, *(cases.named(name) for name in ("jagged", "idle_ends", "groups_65"))),
     types=(("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")),
     transposed=(False, True),
     accumulate=(False, True),
