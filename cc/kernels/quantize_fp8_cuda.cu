@@ -3,7 +3,8 @@
 //
 // One launch: each block scans the group sizes into its shared memory, then draws tiles of 128 x 128 values of one
 // group, 256 threads with 8 columns of 8 rows each. Current scaling has a launch before, of which only amaxes remain;
-// the second one then starts from the last tile.
+// the second one then starts from the last tile. Under delayed scaling groups that have no multiplier yet are measured
+// by the launch that stores, before its first tile (start_groups).
 //
 //     cp.async, 16 bytes per row --> own part of shared memory --> 32 registers --> amaxes, two values a word
 //                 ^ the next tile's, as soon as this one's are in registers: no other thread reads them, no barrier
@@ -137,6 +138,27 @@ __device__ inline float square_factor(const StoreProblem& p, const StoreTile& ti
 template <DType kFrom, int kForms>
 using SharedOf = typename std::conditional<(kForms & kColumns) != 0, ColumnShared<kFrom>, Shared<kFrom>>::type;
 
+// Raises the amaxes of groups that have not started. NOTE: in first steps alone. It is called where nothing is alive
+// yet and finds everything again, because inlined, or called later, it would cost other steps registers.
+template <DType kFrom, bool kWide, bool kGather>
+__device__ __noinline__ void start_groups(const StoreLaunch& p, uint32_t column_tiles, Shared<kFrom>* s,
+                                          void* table_memory) {
+  using Tile = Shape<kWide>;
+  const GroupTable table(p, table_memory);
+  if (p.ragged) scan_sizes<Tile::kRows>(p, table, s->sums);
+  const uint32_t tiles = tiles_in_all<Tile::kRows>(p, table, column_tiles);
+  measure_first(p, tiles, &s->warp_amax[0], [&](uint32_t item) {
+    SourceTile tile;
+    if (!find_source<kFrom, Tile::kRows, Tile::kColumns>(p, table, item, column_tiles, &tile)) return false;
+    if (tile.group == p.scan.count || has_started(p, tile.group)) return true;
+    load_tile<kFrom, kWide, kGather>(p, tile, s);
+    Eight<kFrom> raw[kVector];
+    take_tile<kFrom>(s, raw);
+    raise_amax(p.scan.amax + tile.group, amax_of<kFrom>(largest(raw)));
+    return true;
+  });
+}
+
 // kBlock 0: one scale a group; kSquare: of blocks 128 x 128. kForms 0: amaxes alone. kGather: of gathered rows.
 template <DType kFrom, int kBlock, bool kSquare, int kForms, bool kGather>
 __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
@@ -145,22 +167,23 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
   using Tile = Shape<kWide>;
   extern __shared__ uint4 dynamic_shared[];
   if (p.skip && *p.skip != 0) return;
-  if (kForms == 0 && all_started(p)) return;
   using Scratch = SharedOf<kFrom, kForms>;
   Scratch* s = reinterpret_cast<Scratch*>(dynamic_shared);
+  if constexpr (kBlock == 0 && kForms != 0) {
+    if (p.starts && __syncthreads_or(sees_a_start(p))) {
+      start_groups<kFrom, kWide, kGather>(p, column_tiles, s, s + 1);
+    }
+  }
   const GroupTable table(p, s + 1);
   Turns turns(p, &s->turns);
   if (p.ragged) scan_sizes<Tile::kRows>(p, table, s->sums);
   SourceTile tile;
   SourceTile& next = s->next[threadIdx.x / 32];
   const auto find = [&](uint32_t item, SourceTile* found) {
-    if (!find_source<kFrom, Tile::kRows, Tile::kColumns>(p, table, item, column_tiles, found)) return false;
-    if constexpr (kForms == 0) pass_by_started(p, found);
-    return true;
+    return find_source<kFrom, Tile::kRows, Tile::kColumns>(p, table, item, column_tiles, found);
   };
   bool more = find(blockIdx.x, &tile);
   if (more && tile.group < p.scan.count) load_tile<kFrom, kWide, kGather>(p, tile, s);
-  if (kBlock == 0 && kForms) wait_for_launch_before();
   if (kBlock == 0 && kForms && blockIdx.x == 0) store_group_scales(p);
   for (; more; tile = next, turns.advance()) {
     turns.draw();
@@ -271,7 +294,7 @@ void run_forms(const Quantize& call, const StoreLaunch& p, const LaunchOptions& 
 
 template <DType kFrom>
 void launch_as(const Quantize& call, const Context& context) {
-  launch_tiles<StoreLaunch>(
+  launch_tiles<StoreLaunch, true>(
       call, context, [&](const StoreLaunch& p, const LaunchOptions& how) { run<kFrom, 0, false, 0>(call, p, how); },
       [&](const StoreLaunch& p, const LaunchOptions& how) {
         if (p.block == 0) return run_forms<kFrom, 0, false>(call, p, how);

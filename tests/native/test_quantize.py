@@ -318,6 +318,27 @@ def test_multipliers_that_have_not_started(kernel, name, dtype, rows, forms, wid
             asserts.bitwise(found[form], np.where(own, alone[form], wanted), form)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_that_start_groups_wait_for_one_another(dtype, rows, forms):
+    """There are more tiles than blocks, and the largest value of each group lies in one of the last."""
+    case = cases.Case("many", (2500, 0, 1300, 2200), 6100, 4096, 1, frozenset())
+    source, sizes = rows_of(case, dtype) if rows else (numbers((4, 1500, 4096), dtype), None)
+    for span in case.spans() if rows else ():
+        source[span][-1:, -1:] = 300
+    if not rows:
+        source[:, -1, -1] = 300
+    options = {"encode": np.array([0, 1, 0.5, 0], np.float32), "into_amax": np.zeros(4, np.float32)}
+    format = FORMATS["fp8_tensor"].replace(delayed=True)
+    found = quantize(Native("quantize_fp8_cuda"), source, format, forms, sizes, **options)
+    alone = quantize(Native("quantize_fp8_cuda"), source, FORMATS["fp8_tensor"], forms, sizes)
+    for name in ("group_scales", "cross_group_scales"):
+        if name in found:
+            asserts.bitwise(found[name][[0, 3]], alone[name][[0, 3]], name)
+
+
 def is_for(format: Format, rows: bool, **_: Any) -> bool:
     return format in (FOR_ROWS if rows else FOR_WEIGHTS)
 

@@ -25,27 +25,28 @@ struct StoreScan {
   int64_t* offsets;   // [count + 1]
   int64_t* tiles;     // [count + 2]
   int64_t* segments;  // [count + 1]
-  uint32_t* drawn;    // [2]; tiles that the blocks of each launch have drawn, zero at first
+  uint32_t* drawn;    // [kDraws]; tiles that the blocks of each launch have drawn, and measured; zero at first
   uint32_t* amax;     // [count]; zero at first
   uint32_t* rotated;  // [count]; of the rotated values, or of act(h) beside gradients
   int count;
 
+  static constexpr size_t kDraws = 3;
   static size_t bytes(int64_t count) {
     const size_t n = static_cast<size_t>(count);
-    return align_up(sizeof(int64_t) * (3 * n + 4) + sizeof(uint32_t) * (2 * n + 2));
+    return align_up(sizeof(int64_t) * (3 * n + 4) + sizeof(uint32_t) * (2 * n + kDraws));
   }
   static StoreScan at(void* workspace, int64_t count) {
     int64_t* words = static_cast<int64_t*>(workspace);
     uint32_t* drawn = reinterpret_cast<uint32_t*>(words + 3 * count + 4);
-    uint32_t* amax = drawn + 2;
+    uint32_t* amax = drawn + kDraws;
     return {words, words + count + 1, words + 2 * count + 3, drawn, amax, amax + count, static_cast<int>(count)};
   }
 
   // Words of `drawn`, `amax` and `rotated`, which follow each other.
-  size_t counters() const { return 2 + 2 * static_cast<size_t>(count); }
+  size_t counters() const { return kDraws + 2 * static_cast<size_t>(count); }
   void count_in(uint32_t* words) {
     drawn = words;
-    amax = drawn + 2;
+    amax = drawn + kDraws;
     rotated = amax + count;
   }
 };
@@ -111,7 +112,8 @@ struct StoreProblem {
 // What one launch does of it, and where.
 struct StoreLaunch : StoreProblem {
   bool measure;               // amaxes of groups are wanted from this launch
-  bool starting;              // only of groups that delayed scaling has no multiplier for yet
+  bool starts;                // it stores, and measures before what delayed scaling has no multiplier for yet
+  bool starting;              // it measures only that
   const float* encode_other;  // then: multipliers of act(h), which is stored beside gradients, or null
   uint32_t* raised;           // [groups]: where they go
   bool last_first;            // a launch before has read all tiles: the L2 cache may hold the last ones
@@ -234,21 +236,32 @@ static __global__ void finish_groups(const GroupResults r) {
   if (r.amax) r.amax[g] = amax_value(r.into_amax ? amax_with(r.scan.amax[g], r.into_amax[g]) : r.scan.amax[g]);
 }
 
-// Whether a launch of a `starting` problem has nothing to find in a group.
+__device__ inline uint32_t load_acquire(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+// Whether there is nothing to measure in a group, under delayed scaling.
 __device__ inline bool has_started(const StoreLaunch& p, int group) {
   return p.encode[group] != 0.0f && (!p.encode_other || p.encode_other[group] != 0.0f);
 }
 
-// Whether all groups that have rows have started, by a whole block: then the launch is over. The one that stores may
-// begin behind it.
+// Whether any of this thread's groups, which the block divides, has rows and has not started.
+__device__ inline bool sees_a_start(const StoreLaunch& p) {
+  bool starts = false;
+  for (int g = threadIdx.x; g < p.scan.count; g += blockDim.x) {
+    starts |= (!p.sizes || p.sizes[g] > 0) && !has_started(p, g);
+  }
+  return starts;
+}
+
+// Whether all groups that have rows have started, by a whole block: then a `starting` launch is over. The one that
+// stores may begin behind it.
 __device__ inline bool all_started(const StoreLaunch& p) {
   if (!p.starting) return false;
   let_next_launch_begin();
-  bool waits = false;
-  for (int g = threadIdx.x; g < p.scan.count; g += blockDim.x) {
-    waits |= (!p.sizes || p.sizes[g] > 0) && !has_started(p, g);
-  }
-  return !__syncthreads_or(waits);
+  return !__syncthreads_or(sees_a_start(p));
 }
 
 // Leaves a tile of a group that has started without rows, so that none are read.

@@ -79,13 +79,19 @@ __device__ inline bool find_in_table(const StoreProblem& p, const GroupTable& t,
   return true;
 }
 
+// All tiles of a launch.
+template <int kTileRows>
+__device__ inline uint32_t tiles_in_all(const StoreProblem& p, const GroupTable& t, uint32_t column_tiles) {
+  const uint32_t rows = static_cast<uint32_t>(p.rows), each = (rows + kTileRows - 1) / kTileRows;
+  return (p.ragged ? t.tiles[p.scan.count + 1] : p.scan.count * each) * column_tiles;
+}
+
 // Tile `item` of a launch, from its first or from its last.
 template <int kTileRows, int kTileColumns>
 __device__ inline bool find_in_order(const StoreLaunch& p, const GroupTable& t, uint32_t item, uint32_t column_tiles,
                                      StoreTile* tile) {
   if (p.last_first) {
-    const uint32_t rows = static_cast<uint32_t>(p.rows), each = (rows + kTileRows - 1) / kTileRows;
-    const uint32_t tiles = (p.ragged ? t.tiles[p.scan.count + 1] : p.scan.count * each) * column_tiles;
+    const uint32_t tiles = tiles_in_all<kTileRows>(p, t, column_tiles);
     if (item >= tiles) return false;
     item = tiles - 1 - item;
   }
@@ -178,6 +184,29 @@ class Turns {
   uint32_t item_ = 0x7FFFFFFF;  // past every launch
   int group_ = -1, odd_ = 0;
 };
+
+// Before a launch stores: all of its blocks draw tiles and measure them, and each block goes on when all `tiles` are
+// measured. A block waits for tiles alone that running blocks have drawn, so it does not matter which blocks run.
+// `measure(item)` says whether there is such a tile; `told` is shared memory.
+template <class Measure>
+__device__ inline void measure_first(const StoreLaunch& p, uint32_t tiles, volatile uint32_t* told, Measure measure) {
+  uint32_t *const drawn = p.scan.drawn, *const measured = p.scan.drawn + 2;
+  uint32_t own = 0;
+  while (true) {
+    __syncthreads();
+    if (threadIdx.x == 0) *told = atomicAdd(drawn, 1u);
+    __syncthreads();
+    if (!measure(*told)) break;
+    ++own;
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomicAdd(measured, own);
+    while (load_acquire(measured) < tiles) __nanosleep(100);
+  }
+  __syncthreads();
+}
 
 // 16 bytes, or zeros.
 __device__ inline void copy_vector(void* shared, const void* global, bool exists) {
@@ -393,8 +422,9 @@ inline void ready_to_draw(StoreLaunch* p, int64_t tiles, unsigned grid, const La
 // As launch_store, but the scan, and the scales of groups, are the kernels' own. Where scales do not want the amaxes of
 // all groups first, those that the caller wants are raised on the way. Under delayed scaling the launch that measures
 // is over at once where all groups have started; the memory that it wants zero is cleared together with the counters,
-// and on Hopper the launch that stores begins meanwhile.
-template <class Launch, class Measure, class Store>
+// and on Hopper the launch that stores begins meanwhile. With kStartsGroups there is no such launch, because `store`
+// measures groups that have not started by itself.
+template <class Launch, bool kStartsGroups = false, class Measure, class Store>
 void launch_tiles(const Quantize& call, const Context& context, Measure measure, Store store) {
   LaunchOptions how = {context, static_cast<cudaStream_t>(context.stream), false, false};
   Launch p = launch_of<Launch>(call, context);
@@ -410,8 +440,9 @@ void launch_tiles(const Quantize& call, const Context& context, Measure measure,
   }
   p.drawn = p.scan.drawn;
   p.raised = p.scan.amax;
-  p.starting = ahead && !all;
-  if (ahead) measure(p, how);
+  p.starting = ahead && !all && !kStartsGroups;
+  p.starts = ahead && !all && kStartsGroups;
+  if (ahead && !p.starts) measure(p, how);
   how.early = p.starting && context.target.sm >= 90;  // nothing is between the two launches
   p.starting = false;
   p.measure = on_the_way;
