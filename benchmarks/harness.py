@@ -94,16 +94,18 @@ class Sensors:
         command = ["nvidia-smi", *query]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self._readings: list[tuple[float, float, float]] = []  # time, watts, MHz
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            try:
-                watts, mhz = map(float, line.split(","))
-            except ValueError:  # "[N/A]"
-                continue
-            self._readings.append((time.perf_counter(), watts, mhz))
+        with self._process.stdout as lines:
+            for line in lines:
+                try:
+                    watts, mhz = map(float, line.split(","))
+                except ValueError:  # "[N/A]"
+                    continue
+                self._readings.append((time.perf_counter(), watts, mhz))
 
     def between(self, start: float, end: float) -> list[tuple[float, float]]:
         """The readings (watts, MHz) between two times of `time.perf_counter`."""
@@ -113,6 +115,7 @@ class Sensors:
         """Ends the process."""
         self._process.terminate()
         self._process.wait()
+        self._reader.join()
 
 
 def steady(seconds: float) -> dict[str, Any]:
