@@ -39,6 +39,8 @@ def bench(
     for name in names:
         try:
             thunk = baselines.CANDIDATES[name](work)
+            if isinstance(thunk, baselines.Queued) and protocol["clock"] is not _gpu_clock:
+                raise baselines.MissingError("long runs are timed by events, which JAX does not have")
             dense = name.startswith("dense")  # one GEMM over all groups: there is no grouped result to compare
             errors[name] = None if dense else _error(baselines.result_of(thunk, thunk(0)), wanted, name)
             thunks[name] = thunk
@@ -105,6 +107,8 @@ def main() -> None:
         parser.error(missing)
     protocol = {"clock": harness.cpu_clock if options.device == "cpu" else _gpu_clock, "budget_s": options.budget}
     if options.steady is not None:
+        if options.device == "cpu":
+            parser.error("--steady is for GPUs")
         protocol = harness.steady(options.steady)
     names = list(dict.fromkeys(["dense", *options.candidates]))
     rows = []

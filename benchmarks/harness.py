@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,11 @@ Clock = Callable[[Thunk, int, int], float]
 
 
 class Sensors:
-    """Power and multiprocessor clock of the GPU, which `nvidia-smi` reports every 20 ms while the object is in use."""
+    """Power and multiprocessor clock of the current GPU, which `nvidia-smi` reports every 20 ms while it is entered."""
 
     def __init__(self) -> None:
         query = ["--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits", "-lms", "20"]
-        command = ["nvidia-smi", *query]
+        command = ["nvidia-smi", *_current_gpu(), *query]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self._readings: list[tuple[float, float, float]] = []  # time, watts, MHz
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -111,19 +112,29 @@ class Sensors:
         """The readings (watts, MHz) between two times of `time.perf_counter`."""
         return [(watts, mhz) for at, watts, mhz in self._readings if start <= at <= end]
 
-    def stop(self) -> None:
-        """Ends the process."""
+    def __enter__(self) -> Sensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait()
         self._reader.join()
+
+
+def _current_gpu() -> list[str]:
+    """The option of `nvidia-smi` that names PyTorch's current GPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return ["-i", f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"]
 
 
 def steady(seconds: float) -> dict[str, Any]:
     """Options of `measure` for long runs: three of `seconds`, each after a warm-up of half as many calls.
 
     A GPU at its power limit takes some tenths of a second to reach the clock of its work; in short interleaved runs
-    each candidate is affected by the heat and clocks of the others. Power and clock are those of the second half of
-    each run.
+    each candidate is affected by the heat and clocks of the others. Power and clock are read in the second half of
+    each warm-up and run together.
     """
 
     def clock(thunk: Thunk, index: int, sets: int) -> float:
@@ -205,9 +216,8 @@ def measure(
     its share, that call is the only sample.
 
     Args:
-        sensors: whether power and clock of the GPU are read during the second half of each run.
+        sensors: whether power and clock of the GPU are read, during the second half of each call of `clock`.
     """
-    watch = Sensors() if sensors and shutil.which("nvidia-smi") else None
     readings: dict[str, list[tuple[float, float]]] = {name: [] for name in thunks}
     samples: dict[str, list[float]] = {name: [] for name in thunks}
     share = budget_s / max(1, len(thunks)) * 1e6
@@ -223,17 +233,16 @@ def measure(
             clock(thunk, i, sets)
     order = list(quick.items())
     shuffled = random.Random(0)
-    for i in range(rounds):
-        shuffled.shuffle(order)  # no candidate always follows the same predecessor, which leaves the GPU hot or cool
-        for name, thunk in order:
-            if i < 5 or sum(samples[name]) < share:
-                start = time.perf_counter()
-                samples[name].append(clock(thunk, i, sets))
-                end = time.perf_counter()
-                if watch is not None:
-                    readings[name] += watch.between((start + end) / 2, end)
-    if watch is not None:
-        watch.stop()
+    with Sensors() if sensors and shutil.which("nvidia-smi") else nullcontext() as watch:
+        for i in range(rounds):
+            shuffled.shuffle(order)  # no candidate always follows the same predecessor: that leaves the GPU hot or cool
+            for name, thunk in order:
+                if i < 5 or sum(samples[name]) < share:
+                    start = time.perf_counter()
+                    samples[name].append(clock(thunk, i, sets))
+                    end = time.perf_counter()
+                    if watch is not None:
+                        readings[name] += watch.between((start + end) / 2, end)
     return {name: _timing(values, readings[name]) for name, values in samples.items()}
 
 

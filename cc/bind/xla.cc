@@ -6,14 +6,12 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <shared_mutex>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 
+#include "cc/api/kept.h"
 #include "cc/bind/launch.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -212,35 +210,24 @@ class Key {
 };
 
 // XLA calls a handler in each execution of a program, and decoding a call, with the choice of its kernel, takes longer
-// than launching it. So decoded calls are kept; all are dropped when there are too many.
+// than launching it. So decoded calls are kept.
 template <class Call>
-class Kept {
- public:
-  template <class Decode>
-  std::shared_ptr<const Decoded<Call>> get(const Key& key, Decode decode) {
-    if (!key.known()) return std::make_shared<const Decoded<Call>>(decode());
-    {
-      const std::shared_lock lock(mutex_);
-      if (const auto found = calls_.find(key.bytes()); found != calls_.end()) return found->second;
-    }
-    auto made = std::make_shared<const Decoded<Call>>(decode());
-    const std::unique_lock lock(mutex_);
-    if (calls_.size() >= kMost) calls_.clear();
-    return calls_.try_emplace(key.bytes(), std::move(made)).first->second;
-  }
-
- private:
-  static constexpr size_t kMost = 1024;
-  std::shared_mutex mutex_;
-  std::unordered_map<std::string, std::shared_ptr<const Decoded<Call>>> calls_;
-};
+std::shared_ptr<const Decoded<Call>> decoded_before(Platform platform, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                                    const XLA_FFI_CallFrame& frame) {
+  constexpr size_t kMost = 1024;
+  using Shared = std::shared_ptr<const Decoded<Call>>;
+  static auto* kept = new Kept<Shared, kMost>[2];  // by platform; never destroyed, for a program may run at exit
+  const auto made = [&] {
+    return std::make_shared<const Decoded<Call>>(decode<Call>(platform, args, rets, ffi::Dictionary(&frame.attrs)));
+  };
+  const Key key(frame);
+  return key.known() ? kept[platform == Platform::cpu ? 0 : 1].get(key.bytes(), made) : made();
+}
 
 template <class Call>
 void execute(Platform platform, void* stream, Pool* pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
              const XLA_FFI_CallFrame& frame) {
-  static auto* kept = new Kept<Call>[2];  // by platform; never destroyed, for a program may run at exit
-  const auto call = kept[platform == Platform::cpu ? 0 : 1].get(
-      Key(frame), [&] { return decode<Call>(platform, args, rets, ffi::Dictionary(&frame.attrs)); });
+  const auto call = decoded_before<Call>(platform, args, rets, frame);
 
   const Schema& names = schema<Call>();
   std::vector<uintptr_t> addresses(names.inputs + names.outputs(), 0);

@@ -2,9 +2,8 @@
 
 #include <algorithm>
 #include <initializer_list>
-#include <mutex>
-#include <unordered_map>
 
+#include "cc/api/kept.h"
 #include "cc/api/operands.h"
 
 namespace grouped {
@@ -174,30 +173,6 @@ class ChoiceFacts {
   std::string bytes_;
 };
 
-template <class Call>
-class KeptChoices {
- public:
-  Chosen<Call> find(Call call, const Target& target) {
-    ChoiceFacts facts(target);
-    call.visit(facts);
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      const auto found = kept_.find(facts.bytes());
-      if (found != kept_.end()) return found->second;
-    }
-    const Chosen<Call> chosen = choose(call, target, "");
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (kept_.size() >= kMost) kept_.clear();
-    return kept_[facts.bytes()] = chosen;
-  }
-
- private:
-  static constexpr size_t kMost = 4096;
-
-  std::mutex mutex_;
-  std::unordered_map<std::string, Chosen<Call>> kept_;
-};
-
 }  // namespace
 
 template <class Call>
@@ -225,8 +200,12 @@ Choice<Call> choose(const Call& call, const Target& target, const std::string& i
 
 template <class Call>
 Chosen<Call> chosen_before(const Call& call, const Target& target) {
-  static KeptChoices<Call> kept;
-  return kept.find(call, target);
+  constexpr size_t kMost = 4096;
+  static auto* kept = new Kept<Chosen<Call>, kMost>;  // never destroyed, for a program may run at exit
+  ChoiceFacts facts(target);
+  Call visited = call;
+  visited.visit(facts);
+  return kept->get(facts.bytes(), [&]() -> Chosen<Call> { return choose(call, target, ""); });
 }
 
 template <class Call>

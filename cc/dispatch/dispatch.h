@@ -1,6 +1,5 @@
 // Which kernel runs a call: the first of its table that accepts, else every kernel's reason to refuse. A pure function
-// of shapes, dtypes, parameters and target, asked at trace time; what runs inside of another call is asked for again at
-// launch, with the same answer.
+// of shapes, dtypes, parameters and target, asked at trace time; for parts of a call the answer is looked up at launch.
 #pragma once
 
 #include <string>
@@ -50,8 +49,8 @@ std::string refusal_of(const Kernel<Call>& kernel, const Call& call, const Targe
 template <class Call>
 Choice<Call> choose(const Call& call, const Target& target, const std::string& implementation);
 
-// What `choose` finds without a wish. To ask every kernel of a table takes ten microseconds and more, so what was found
-// is kept by the facts of the call, for calls that run inside of others and are therefore chosen at each launch.
+// As `choose` without an implementation, but kept by target, operands and parameters: parts of a call want their
+// kernels at each launch, and asking every kernel of a table takes ten microseconds and more.
 template <class Call>
 Chosen<Call> chosen_before(const Call& call, const Target& target);
 

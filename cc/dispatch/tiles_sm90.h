@@ -56,7 +56,8 @@ bool even_tiles_sm90(int64_t rows, int64_t groups, int64_t contracted, int64_t c
 bool even_tiles_with_activation_sm90(int64_t rows, int64_t groups);
 bool even_fp8_tiles_sm90(int64_t rows, int64_t groups);
 
-// Whether weight gradients in 16 bits that are only stored have kManyStages, not kManySlots.
+// Whether weight gradients in 16 bits that are only stored, of more than 64 columns and without scales of groups, have
+// kManyStages, not kManySlots.
 bool many_stages_for_sums_sm90(int64_t rows, int64_t groups);
 
 // For gradients at the hidden rows of plain operands.

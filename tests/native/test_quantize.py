@@ -252,12 +252,15 @@ def test_long_lists(kernel, name, dtype):
     dtype=cases.DTYPES,
     forms=FORMS,
     odd=(False, True),
+    zeros=((), (1, 3)),
 )
-def test_listed_weights_with_given_multipliers(kernel, name, dtype, forms, odd):
-    """Delayed scaling of a list: amaxes are merged on the way."""
+def test_listed_weights_with_given_multipliers(kernel, name, dtype, forms, odd, zeros):
+    """Delayed scaling of a list, of which some members may not have started: amaxes are merged on the way."""
     w, run, format = numbers((5, 48, 264), dtype), Native(kernel), FORMATS[name].replace(delayed=True)
     _held, table = run.hold(list(w), unaligned=range(5) if odd else ())
-    options = {"encode": np.exp2(np.arange(-2, 3, dtype=np.float32)), "into_amax": np.full(5, 1e-3, np.float32)}
+    encode = np.exp2(np.arange(-2, 3, dtype=np.float32))
+    encode[list(zeros)] = 0
+    options = {"encode": encode, "into_amax": np.full(5, 1e-3, np.float32)}
     same(quantize(run, w, format, forms, table=table, **options), quantize(run, w, format, forms, **options))
 
 

@@ -112,8 +112,8 @@ struct StoreProblem {
 // What one launch does of it, and where.
 struct StoreLaunch : StoreProblem {
   bool measure;               // amaxes of groups are wanted from this launch
-  bool starts;                // it stores, and measures before what delayed scaling has no multiplier for yet
-  bool starting;              // it measures only that
+  bool starts;                // it stores, and before that measures the groups that have no multiplier yet
+  bool starting;              // it measures these groups alone
   const float* encode_other;  // then: multipliers of act(h), which is stored beside gradients, or null
   uint32_t* raised;           // [groups]: where they go
   bool last_first;            // a launch before has read all tiles: the L2 cache may hold the last ones

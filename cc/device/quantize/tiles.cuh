@@ -199,9 +199,9 @@ __device__ inline void measure_first(const StoreLaunch& p, uint32_t tiles, volat
     if (!measure(*told)) break;
     ++own;
   }
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();  // what the block has measured is seen before the count is
     atomicAdd(measured, own);
     while (load_acquire(measured) < tiles) __nanosleep(100);
   }
