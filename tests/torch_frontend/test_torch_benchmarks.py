@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks import harness
 from tests.program_tools import run_program
 
 
@@ -29,31 +26,3 @@ def test_a_step_in_several_microbatches(tmp_path: Path, monkeypatch: pytest.Monk
     ]
     assert sorted((each["case"], each["product"], each["candidate"]) for each in rows) == sorted(wanted)
     assert all(each["timing"]["median_us"] > 0 and each["share"] > 0 for each in rows)
-
-
-def test_long_runs_report_power_and_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of each candidate's own runs; lines without numbers are passed by."""
-    program = tmp_path / "nvidia-smi"
-    state = tmp_path / "state"
-    state.write_text("0, 0")
-    program.write_text(f"#!/bin/sh\nwhile sleep 0.01; do cat {state}; echo; echo '[N/A], 1400'; done\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    def candidate(reading: str) -> harness.Thunk:
-        return lambda _: state.write_text(reading)
-
-    def clock(thunk: harness.Thunk, index: int, sets: int) -> float:
-        thunk(index % sets)
-        time.sleep(0.3)
-        return 5.0
-
-    thunks = {"slow": candidate("500.5, 1400"), "fast": candidate("700.0, 1300")}
-    found = harness.measure(thunks, clock=clock, rounds=2, warmup=1, sensors=True)
-    assert {name: (timing.watts, timing.mhz) for name, timing in found.items()} == {
-        "slow": (500.5, 1400.0),
-        "fast": (700.0, 1300.0),
-    }
-    row = harness.Row("A", "forward", "bfloat16", "ours", found["slow"], 1.0, 1.0, "dense", None)
-    assert "W   MHz" in harness.table([row])
-    assert harness.table([row]).endswith("500  1400")
