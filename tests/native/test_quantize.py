@@ -365,6 +365,28 @@ def test_a_device_flag_turns_it_into_nothing(kernel, format, rows, wanted):
     source, sizes = rows_of(CASES[0], "bfloat16") if rows else (numbers((3, 48, 56), "bfloat16"), None)
     groups = source.shape[0] if sizes is None else sizes.shape[0]
     options = {"into_amax": np.full(groups, 2, np.float32)} if amax else {}
+    a_flag_decides(kernel, source, format, forms, sizes, options)
+
+
+@pytest.mark.rule("QNT-6")
+@pytest.mark.matrix(kernel=kernels("quantize"), rows=(False, True), forms=FORMS)
+def test_a_device_flag_starts_no_groups(kernel, rows, forms):
+    source, sizes = rows_of(CASES[0], "bfloat16") if rows else (numbers((3, 48, 64), "bfloat16"), None)
+    groups = source.shape[0] if sizes is None else sizes.shape[0]
+    options = {"encode": np.arange(groups, dtype=np.float32) % 2, "into_amax": np.full(groups, 2, np.float32)}
+    a_flag_decides(kernel, source, FORMATS["fp8_tensor"].replace(delayed=True), forms, sizes, options)
+
+
+def a_flag_decides(
+    kernel: str,
+    source: NDArray[Any],
+    format: Format,
+    forms: tuple[bool, bool],
+    sizes: NDArray[Any] | None,
+    options: dict[str, NDArray[Any]],
+) -> None:
+    """Quantises into buffers, which a flag other than 0 leaves as they were."""
+    amax = "into_amax" in options
     fresh = quantize(Native(kernel), source, format, forms, sizes, **options)
     into = buffers(fresh)
     taken = quantize(Native(kernel), source, format, forms, sizes, into=into, **options)
