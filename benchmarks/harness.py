@@ -88,7 +88,7 @@ Clock = Callable[[Thunk, int, int], float]
 
 
 class Sensors:
-    """Power and multiprocessor clock of the current GPU, which `nvidia-smi` reports every 20 ms while it is entered."""
+    """Power and multiprocessor clock of the current GPU, reported by `nvidia-smi` every 20 ms until its block ends."""
 
     def __init__(self) -> None:
         query = ["--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits", "-lms", "20"]

@@ -25,12 +25,12 @@ struct StoreScan {
   int64_t* offsets;   // [count + 1]
   int64_t* tiles;     // [count + 2]
   int64_t* segments;  // [count + 1]
-  uint32_t* drawn;    // [kDraws]; tiles that the blocks of each launch have drawn, and measured; zero at first
+  uint32_t* drawn;    // [kDraws]; tiles that the blocks of each launch have drawn, and kMeasured; zero at first
   uint32_t* amax;     // [count]; zero at first
   uint32_t* rotated;  // [count]; of the rotated values, or of act(h) beside gradients
   int count;
 
-  static constexpr size_t kDraws = 3;
+  static constexpr size_t kDraws = 3, kMeasured = 2;  // tiles that a launch which stores has measured before
   static size_t bytes(int64_t count) {
     const size_t n = static_cast<size_t>(count);
     return align_up(sizeof(int64_t) * (3 * n + 4) + sizeof(uint32_t) * (2 * n + kDraws));

@@ -190,7 +190,7 @@ class Turns {
 // `measure(item)` says whether there is such a tile; `told` is shared memory.
 template <class Measure>
 __device__ inline void measure_first(const StoreLaunch& p, uint32_t tiles, volatile uint32_t* told, Measure measure) {
-  uint32_t *const drawn = p.scan.drawn, *const measured = p.scan.drawn + 2;
+  uint32_t *const drawn = p.scan.drawn, *const measured = p.scan.drawn + StoreScan::kMeasured;
   uint32_t own = 0;
   while (true) {
     __syncthreads();
