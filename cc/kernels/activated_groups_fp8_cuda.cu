@@ -14,9 +14,9 @@
 //   once per tile, where columns are wanted: 4 x 4 bytes turned in registers --> 16 rows per thread, lines of 128 bytes
 //
 // Two barriers per tile. Gradients: 128 registers, at most 109 KiB, two blocks per SM of Hopper; forward 80, 61 KiB,
-// three. Current scaling runs the same rows twice, of which only amaxes remain the first time; delayed scaling does so
-// with rows of groups that have not started, and else leaves the first launch at once. Row sums are added by a launch
-// behind.
+// three. Current scaling runs the same rows twice, of which only amaxes remain the first time; under delayed scaling
+// the launch that stores does so first with rows of groups that have not started (start_groups). Row sums are added by
+// a launch behind.
 //
 // Memory and issue slots bound it about equally: gradients read 6 bytes an activated column and write 2 to 5, and take
 // some 370 instructions for eight columns of SwiGLU, more of the time the lower the clock is. So the loop over rows
@@ -227,38 +227,60 @@ __device__ inline void put_lines(const StoreProblem& p, const StoreTile& tile, c
   }
 }
 
+// Asks for the first rows of a tile that none goes before.
+template <bool kGrad>
+__device__ __forceinline__ void begin_tile(const ActivatedProblem& p, const StoreTile& tile, Ring* ring) {
+  Sources from(p, tile, true);
+#pragma unroll 1
+  for (int i = 0; i < kAhead; ++i) {
+    uint4* to = &ring[0][i][threadIdx.x];
+    p.hidden.gated ? load_row<kGrad, true>(p, from, i < from.count, to)
+                   : load_row<kGrad, false>(p, from, i < from.count, to);
+  }
+}
+
+// Raises the amaxes of groups that have not started. NOTE: in first steps alone. It is called where nothing is alive
+// yet and finds everything again, because inlined, or called later, it would cost other steps registers.
+template <bool kGrad>
+__device__ __noinline__ void start_groups(const ActivatedProblem& p, uint32_t column_tiles, Ring* ring, Shared* s) {
+  const GroupTable table(p.store, s + 1);
+  scan_sizes<Tile::kRows>(p.store, table, s->sums);
+  const uint32_t tiles = tiles_in_all<Tile::kRows>(p.store, table, column_tiles);
+  measure_first(p.store, tiles, &s->turns.item[0], [&](uint32_t item) {
+    StoreTile tile;
+    if (!find_in_order<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, &tile)) return false;
+    if (tile.group == p.store.scan.count || has_started(p.store, tile.group)) return true;
+    begin_tile<kGrad>(p, tile, ring);
+    const Largest largest = activate_rows<kGrad, false>(p, tile, tile, false, ring, reinterpret_cast<Codes*>(ring));
+    wait_all_copies();
+    raise_amax(p.store.scan.amax + tile.group, amax_of<DType::bf16>(largest.result));
+    if (kGrad && p.activated_amax) raise_amax(p.activated_amax + tile.group, amax_of<DType::bf16>(largest.activated));
+    return true;
+  });
+}
+
 template <bool kGrad, bool kStore>
 __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
     store_activated_groups(const __grid_constant__ ActivatedProblem p, uint32_t column_tiles) {
   extern __shared__ uint4 dynamic_shared[];
-  if (!kStore && all_started(p.store)) return;
   const bool stores_activated = kGrad && kStore && has_activated(p);
   Ring* ring = reinterpret_cast<Ring*>(dynamic_shared);
   Codes* turned = reinterpret_cast<Codes*>(ring + operands_of(p));
   Shared* s = reinterpret_cast<Shared*>(turned + (kStore ? turned_of(p) : 0));
+  if constexpr (kStore) {
+    if (must_start(p.store)) start_groups<kGrad>(p, column_tiles, ring, s);
+  }
   const GroupTable table(p.store, s + 1);
   Turns turns(p.store, &s->turns, kGrad && !kStore ? p.activated_amax : nullptr);
   scan_sizes<Tile::kRows>(p.store, table, s->sums);
   const int count = p.store.scan.count;
   const auto find = [&](uint32_t item, StoreTile* found) {
-    if (!find_in_order<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, found)) return false;
-    if (!kStore) pass_by_started(p.store, found);
-    return true;
-  };
-  const auto begin = [&](const StoreTile& of) {  // the first rows of a tile that none goes before
-    Sources from(p, of, true);
-#pragma unroll 1
-    for (int i = 0; i < kAhead; ++i) {
-      uint4* to = &ring[0][i][threadIdx.x];
-      p.hidden.gated ? load_row<kGrad, true>(p, from, i < from.count, to)
-                     : load_row<kGrad, false>(p, from, i < from.count, to);
-    }
+    return find_in_order<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, found);
   };
   StoreTile tile;
   StoreTile& next = s->next[threadIdx.x / 32];
   bool more = find(blockIdx.x, &tile);
-  if (more && tile.group < count) begin(tile);
-  if (kStore) wait_for_launch_before();
+  if (more && tile.group < count) begin_tile<kGrad>(p, tile, ring);
   if (kStore && blockIdx.x == 0) {
     store_group_scales(p.store);
     if (stores_activated) store_group_scales(p.store_activated);
@@ -271,7 +293,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
     if (tile.group == count) {
       if (!kStore) break;
       activate_nothing(p, tile);
-      if (loads) begin(next);
+      if (loads) begin_tile<kGrad>(p, next, ring);
       turns.meet();
       continue;
     }

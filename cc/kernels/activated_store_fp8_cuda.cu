@@ -296,22 +296,21 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
   all.grad = data_of<const uint16_t>(call.grad);
   all.row_scale = data_of<const float>(call.row_scale);
   char* behind = static_cast<char*>(context.workspace) + partials_at(call);
+  const auto problem_of = [&](const StoreLaunch& p) {
+    Problem problem = all;
+    problem.store = p;
+    problem.store.width = width;
+    if (finds_activated(call)) {
+      problem.activated_amax = p.scan.rotated;  // nothing is rotated here
+      problem.store.encode_other = data_of<const float>(call.store_activated.encode);
+    }
+    return problem;
+  };
   launch_tiles<StoreLaunch>(
       call.store, context,
+      [&](const StoreLaunch& p, const LaunchOptions& how) { run_activated_groups(call, problem_of(p), false, how); },
       [&](const StoreLaunch& p, const LaunchOptions& how) {
-        Problem amaxes = all;
-        amaxes.store = p;
-        amaxes.store.width = width;
-        if (finds_activated(call)) {
-          amaxes.activated_amax = p.scan.rotated;  // nothing is rotated here
-          amaxes.store.encode_other = data_of<const float>(call.store_activated.encode);
-        }
-        run_activated_groups(call, amaxes, false, how);
-      },
-      [&](const StoreLaunch& p, const LaunchOptions& how) {
-        Problem found = all;
-        found.store = p;
-        found.store.width = width;
+        Problem found = problem_of(p);
         found.result = data_of<uint16_t>(call.result);
         found.activated = data_of<uint16_t>(call.activated);
         found.clear_tail = call.zero_tail != 0;

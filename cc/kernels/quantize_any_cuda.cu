@@ -223,7 +223,7 @@ __device__ void store_codes(const FineLaunch& p, const StoreTile& tile, bool cro
 extern __shared__ float dynamic_shared[];
 
 __global__ void __launch_bounds__(kThreads) measure_tiles(const __grid_constant__ FineLaunch p, int64_t column_tiles) {
-  if ((p.skip && *p.skip != 0) || all_started(p)) return;
+  if ((p.skip && *p.skip != 0) || (p.starting && !must_start(p))) return;
   Shared* s = reinterpret_cast<Shared*>(dynamic_shared);
   StoreTile tile;
   for (int64_t item = blockIdx.x; find_tile(p.scan, item, column_tiles, p.width, &tile); item += gridDim.x) {

@@ -403,7 +403,7 @@ void run(const Quantize& call, const FineLaunch& p, int most_blocks, const Launc
   const int bytes = kOwnBytes + GroupTable::bytes(p);
   allow_shared_memory<kKernel>(most_shared_bytes<kOwnBytes>());
   const int64_t column_tiles = divide_up(p.width, Tile::kTileColumns);
-  const unsigned grid = blocks_for(p, most_row_tiles_of(call, Tile::kTileRows) * column_tiles, most_blocks, bytes);
+  const unsigned grid = blocks_for(most_row_tiles_of(call, Tile::kTileRows) * column_tiles, most_blocks, bytes);
   if (grid == 0) return;
   kKernel<<<grid, kThreads, bytes, how.stream>>>(p, static_cast<uint32_t>(column_tiles), 0);
   GROUPED_CUDA_CHECK(cudaGetLastError());

@@ -170,9 +170,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
   using Scratch = SharedOf<kFrom, kForms>;
   Scratch* s = reinterpret_cast<Scratch*>(dynamic_shared);
   if constexpr (kBlock == 0 && kForms != 0) {
-    if (p.starts && __syncthreads_or(sees_a_start(p))) {
-      start_groups<kFrom, kWide, kGather>(p, column_tiles, s, s + 1);
-    }
+    if (must_start(p)) start_groups<kFrom, kWide, kGather>(p, column_tiles, s, s + 1);
   }
   const GroupTable table(p, s + 1);
   Turns turns(p, &s->turns);
@@ -269,10 +267,11 @@ void run_one(const Quantize& call, StoreLaunch p, const LaunchOptions& how) {
   allow_shared_memory<kKernel>(most_shared_bytes<kOwnBytes>());
   const int64_t column_tiles = divide_up(p.width, Tile::kColumns);
   const int64_t tiles = most_row_tiles_of(call, Tile::kRows) * column_tiles;
-  const unsigned grid = blocks_for(p, tiles, kBlocks<kFrom, kForms>, bytes);
+  const unsigned grid = blocks_for(tiles, kBlocks<kFrom, kForms>, bytes);
   if (grid == 0) return;
   ready_to_draw(&p, tiles, grid, how);
-  launch_storing(kKernel, grid, bytes, how, p, static_cast<uint32_t>(column_tiles));
+  kKernel<<<grid, kThreads, bytes, how.stream>>>(p, static_cast<uint32_t>(column_tiles));
+  GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
 template <DType kFrom, int kBlock, bool kSquare, int kForms>
@@ -294,7 +293,7 @@ void run_forms(const Quantize& call, const StoreLaunch& p, const LaunchOptions& 
 
 template <DType kFrom>
 void launch_as(const Quantize& call, const Context& context) {
-  launch_tiles<StoreLaunch, true>(
+  launch_tiles<StoreLaunch>(
       call, context, [&](const StoreLaunch& p, const LaunchOptions& how) { run<kFrom, 0, false, 0>(call, p, how); },
       [&](const StoreLaunch& p, const LaunchOptions& how) {
         if (p.block == 0) return run_forms<kFrom, 0, false>(call, p, how);

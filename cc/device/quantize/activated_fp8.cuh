@@ -157,10 +157,11 @@ void run_activated(const ActivatedStore& call, device::ActivatedProblem p, int m
   bytes += device::GroupTable::bytes(p.store);
   const int64_t column_tiles = column_tiles_of(p.hidden.width);
   const int64_t tiles = most_row_tiles_of(call.store, kStoreRows) * column_tiles;
-  const unsigned grid = blocks_for(p.store, tiles, most_blocks, bytes);
+  const unsigned grid = blocks_for(tiles, most_blocks, bytes);
   if (grid == 0) return;
   ready_to_draw(&p.store, tiles, grid, how);
-  launch_storing(kKernel, grid, bytes, how, p, static_cast<uint32_t>(column_tiles));
+  kKernel<<<grid, kStoreThreads, bytes, how.stream>>>(p, static_cast<uint32_t>(column_tiles));
+  GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
 // activated_groups_fp8_cuda.cu: scales of groups; without forms, their amaxes.

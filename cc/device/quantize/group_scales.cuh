@@ -9,7 +9,6 @@
 
 #include "cc/api/calls.h"
 #include "cc/api/context.h"
-#include "cc/device/common/early_launch.cuh"
 #include "cc/device/common/group_scan.cuh"
 #include "cc/math/store.h"
 
@@ -112,8 +111,7 @@ struct StoreProblem {
 // What one launch does of it, and where.
 struct StoreLaunch : StoreProblem {
   bool measure;               // amaxes of groups are wanted from this launch
-  bool starts;                // it stores, and before that measures the groups that have no multiplier yet
-  bool starting;              // it measures these groups alone
+  bool starting;              // groups that delayed scaling has no multiplier for yet are measured, and only these
   const float* encode_other;  // then: multipliers of act(h), which is stored beside gradients, or null
   uint32_t* raised;           // [groups]: where they go
   bool last_first;            // a launch before has read all tiles: the L2 cache may hold the last ones
@@ -136,7 +134,6 @@ struct FineLaunch : StoreLaunch, FineChoices {};
 struct LaunchOptions {
   const Context& context;
   cudaStream_t stream;
-  bool early;    // one that stores may begin before the one that measures has ended
   bool cleared;  // counters of drawn tiles are zero already
 };
 
@@ -256,18 +253,8 @@ __device__ inline bool sees_a_start(const StoreLaunch& p) {
   return starts;
 }
 
-// Whether all groups that have rows have started, by a whole block: then a `starting` launch is over. The one that
-// stores may begin behind it.
-__device__ inline bool all_started(const StoreLaunch& p) {
-  if (!p.starting) return false;
-  let_next_launch_begin();
-  return !__syncthreads_or(sees_a_start(p));
-}
-
-// Leaves a tile of a group that has started without rows, so that none are read.
-__device__ inline void pass_by_started(const StoreLaunch& p, StoreTile* tile) {
-  if (p.starting && tile->group < p.scan.count && has_started(p, tile->group)) tile->rows = 0;
-}
+// Whether a `starting` launch has groups to measure, by a whole block.
+__device__ inline bool must_start(const StoreLaunch& p) { return p.starting && __syncthreads_or(sees_a_start(p)); }
 
 // Zero codes: `lines` of `length` bytes, `pitch` apart.
 __device__ inline void zero_codes(uint8_t* to, int lines, int length, int64_t pitch, int threads) {

@@ -397,20 +397,10 @@ inline std::string refuses_tiles(const Quantize& call, const Target& target) {
 }
 
 // Blocks for `tiles`, at most `most` an SM, each with `bytes` of shared memory.
-inline unsigned blocks_for(const StoreLaunch& p, int64_t tiles, int most, int bytes) {
-  if (p.starting) most = 1;  // it is over at once, but in a first step, and sooner the fewer they are
+inline unsigned blocks_for(int64_t tiles, int most, int bytes) {
   // One at least, so that a launch that does not fit says so.
   const int64_t blocks = std::max(std::min(most, shared_memory_of_sm() / (bytes + kReserved)), 1);
   return static_cast<unsigned>(std::min(tiles, blocks * multiprocessors()));
-}
-
-// A launch of what stores.
-template <class... Params, class... Arguments>
-void launch_storing(void (*kernel)(Params...), unsigned grid, int bytes, const LaunchOptions& how,
-                    const Arguments&... arguments) {
-  if (how.early) return launch_early(kernel, grid, kStoreThreads, bytes, how.stream, arguments...);
-  kernel<<<grid, kStoreThreads, bytes, how.stream>>>(arguments...);
-  GROUPED_CUDA_CHECK(cudaGetLastError());
 }
 
 // Before a launch of `grid` blocks for `tiles` tiles: clears its counter, where any block draws.
@@ -420,13 +410,11 @@ inline void ready_to_draw(StoreLaunch* p, int64_t tiles, unsigned grid, const La
 }
 
 // As launch_store, but the scan, and the scales of groups, are the kernels' own. Where scales do not want the amaxes of
-// all groups first, those that the caller wants are raised on the way. Under delayed scaling the launch that measures
-// is over at once where all groups have started; the memory that it wants zero is cleared together with the counters,
-// and on Hopper the launch that stores begins meanwhile. With kStartsGroups there is no such launch, because `store`
-// measures groups that have not started by itself.
-template <class Launch, bool kStartsGroups = false, class Measure, class Store>
+// all groups first, those that the caller wants are raised on the way. Under delayed scaling `store` itself measures
+// groups that have not started (measure_first); the memory that it wants zero is cleared together with the counters.
+template <class Launch, class Measure, class Store>
 void launch_tiles(const Quantize& call, const Context& context, Measure measure, Store store) {
-  LaunchOptions how = {context, static_cast<cudaStream_t>(context.stream), false, false};
+  LaunchOptions how = {context, static_cast<cudaStream_t>(context.stream), false};
   Launch p = launch_of<Launch>(call, context);
   const bool ahead = finds_group_scales(call);
   const bool all = ahead && !p.encode;
@@ -440,11 +428,8 @@ void launch_tiles(const Quantize& call, const Context& context, Measure measure,
   }
   p.drawn = p.scan.drawn;
   p.raised = p.scan.amax;
-  p.starting = ahead && !all && !kStartsGroups;
-  p.starts = ahead && !all && kStartsGroups;
-  if (ahead && !p.starts) measure(p, how);
-  how.early = p.starting && context.target.sm >= 90;  // nothing is between the two launches
-  p.starting = false;
+  p.starting = ahead && !all;
+  if (all) measure(p, how);
   p.measure = on_the_way;
   if (on_the_way) p.raised = wanted;
   p.drawn = p.scan.drawn + 1;
