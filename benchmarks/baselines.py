@@ -448,6 +448,33 @@ def deep_gemm(work: Work) -> Thunk:
     return tried(lambda: Padded(product, place))
 
 
+def deep_gemm_masked(work: Work) -> Thunk:
+    """DeepGEMM's product for decoding, forward: each group has a buffer of its own, which is filled before timing."""
+    import deep_gemm as peer  # type: ignore[import-not-found]
+
+    if work.dtype != "bfloat16" or work.product != "forward":
+        raise MissingError("takes bfloat16, forward")
+    align = peer.get_mk_alignment_for_contiguous_layout()
+    most = -(-max(work.sizes) // align) * align
+    starts = np.arange(len(work.sizes)) * most
+    rows = np.concatenate([np.arange(size) + start for size, start in zip(work.sizes, starts, strict=True)])
+    place = torch.from_numpy(rows).to(work.device)
+    shape = (len(work.sizes), most)
+
+    def spread(t: torch.Tensor) -> torch.Tensor:
+        flat = t.new_zeros((len(work.sizes) * most, t.shape[1])).index_copy_(0, place, t[: len(rows)])
+        return flat.view(*shape, t.shape[1])
+
+    x, mean = [spread(t) for t in work.x], -(-len(rows) // len(work.sizes))
+
+    def product(i: int) -> torch.Tensor:
+        out = x[i].new_empty((*shape, work.w_nk[i].shape[1]))
+        peer.m_grouped_bf16_gemm_nt_masked(x[i], work.w_nk[i], out, work.device_sizes, mean)
+        return out.flatten(0, 1)
+
+    return tried(lambda: Padded(product, place))
+
+
 def sonic_moe(work: Work) -> Thunk:
     """SonicMoE has no separate GEMMs to measure."""
     import sonicmoe  # type: ignore[import-not-found]  # noqa: F401
@@ -499,6 +526,7 @@ CANDIDATES: dict[str, Callable[[Work], Thunk]] = {
     "QuACK gemm": quack_gemm,
     "QuACK gemm, fp32 +=": partial(quack_gemm, adds=True),
     "DeepGEMM": deep_gemm,
+    "DeepGEMM masked": deep_gemm_masked,
     "SonicMoE": sonic_moe,
 }
 """Candidates by name; "dense" is the upper bound of every row."""

@@ -2,16 +2,18 @@
 
     python benchmarks/bench_decode.py [--formats mxfp8 nvfp4] [--cases decode_qwen3_64]
 
-Each call is replayed from a captured CUDA graph; PyTorch's `grouped_mm` is measured too. The share is the bytes that
-must move (weights of the experts that have rows, x and y) over the time, divided by the rate of a large device copy in
-the same run. Several sets of weights are rotated so that they do not stay in the L2. With --formats the rows are bf16,
-the weights are quantised in these formats, and the bytes are those of codes and scales.
+Each call is replayed from a captured CUDA graph; PyTorch's `grouped_mm` is measured too, and DeepGEMM's masked product
+where it is installed. The share is the bytes that must move (weights of the experts that have rows, x and y) over the
+time, divided by the rate of a large device copy in the same run. Several sets of weights are rotated so that they do
+not stay in the L2. With --formats the rows are bf16, the weights are quantised in these formats, and the bytes are
+those of codes and scales.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,10 +24,21 @@ from benchmarks import baselines, coded, harness
 from tests import cases
 
 ROTATED_BYTES = 256 << 20  # several times the L2
-CANDIDATES = ("ours, torch, [G,N,K]", "ours, torch, [G,K,N]", "torch grouped_mm")
+CANDIDATES = ("ours, torch, [G,N,K]", "ours, torch, [G,K,N]", "torch grouped_mm", "DeepGEMM masked")
 
 
-def captured(thunk: harness.Thunk, sets: int) -> harness.Thunk:
+@dataclass
+class Captured:
+    """A call that was captured as a graph for each input set. The graphs read memory that belongs to the call."""
+
+    call: harness.Thunk
+    graphs: list[torch.cuda.CUDAGraph]
+
+    def __call__(self, i: int) -> None:
+        self.graphs[i].replay()
+
+
+def captured(thunk: harness.Thunk, sets: int) -> Captured:
     """Captures the call on each input set as a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -39,7 +52,7 @@ def captured(thunk: harness.Thunk, sets: int) -> harness.Thunk:
         with torch.cuda.graph(graph):
             thunk(i)
         graphs.append(graph)
-    return lambda i: graphs[i].replay()
+    return Captured(thunk, graphs)
 
 
 def measure_weights(case: cases.Case, formats: list[str], rate: float, budget: float) -> None:
@@ -61,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", default=[], help="of quantised weights")
     parser.add_argument("--cases", nargs="+", default=[case.name for case in cases.select("decode")])
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds per case and format")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds per case, or case and format")
     arguments = parser.parse_args()
     chosen = [cases.named(name) for name in arguments.cases]
     if arguments.formats:
@@ -79,10 +92,15 @@ def main() -> None:
         work = baselines.make_work("forward", "bfloat16", list(case.sizes), case.rows, case.k, case.n, "cuda", sets)
         active = sum(size > 0 for size in case.sizes)
         moved = 2 * (active * case.k * case.n + case.rows * (case.k + case.n))
-        thunks = {name: captured(baselines.CANDIDATES[name](work), sets) for name in CANDIDATES}
-        timings = harness.measure(thunks, clock=harness.cuda_clock, sets=sets, rounds=30, budget_s=3)
-        shares = [moved / timings[name].median_us * 1e6 / rate for name in CANDIDATES]
-        print(f"{case.name:<22}" + "".join(f"{share:>24.3f}" for share in shares), flush=True)
+        thunks = {}
+        for name in CANDIDATES:
+            try:
+                thunks[name] = captured(baselines.CANDIDATES[name](work), sets)
+            except (ImportError, baselines.MissingError) as reason:
+                print(f"skipped {name}: {reason}", file=sys.stderr)
+        timings = harness.measure(thunks, clock=harness.cuda_clock, sets=sets, rounds=30, budget_s=arguments.budget)
+        shares = {name: f"{moved / each.median_us * 1e6 / rate:.3f}" for name, each in timings.items()}
+        print(f"{case.name:<22}" + "".join(f"{shares.get(name, '-'):>24}" for name in CANDIDATES), flush=True)
     print(harness.machine())
 
 
