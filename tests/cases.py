@@ -194,7 +194,7 @@ schedule_check.cc); the last tile of columns is not whole."""
 HEIGHTS = (1, 16, 17, 0, 33, 47, 64, 65, 80, 96, 97, 112, 128, 129, 144, 160, 176, 192, 193, 0, 385, 577, 90)
 """Rows per group that have every height of Hopper's tiles of even height, in one tile and in several, odd and even
 numbers of them, with the ends of tiles and of their steps."""
-EVEN_ROWS, OTHER_ROWS = len(HEIGHTS) * 160, len(HEIGHTS) * 250
+EVEN_ROWS, OTHER_ROWS = len(HEIGHTS) * 160, len(HEIGHTS) * 220
 """Rows of buffers for them, with such tiles and with tiles of 128 rows: `choices` of schedule_check.cc holds that."""
 
 

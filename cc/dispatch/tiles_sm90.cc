@@ -8,13 +8,14 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t kDwarfsStore = 6144;  // contracted elements
 
 // Measured (docs/kernels.md, "Tiles of even height"): groups of 128 rows gain 6 to 29 % (of 8 bits to 35 %), because
-// every second one has more and takes two tiles of 128; 256 rows are two full ones, and two of 128 x 128 would read
-// shared memory more often; 512 gain 5 to 8 % in 16 bits. With fewer rows loads of weights are what counts.
-bool even_tiles(int64_t rows, int64_t groups, int64_t most) {
-  constexpr int64_t kFewRows = 96, kTwoTiles = 320;
+// every second one has more and takes two tiles of 128; likewise those of 256, with three, where sums are long (two
+// tiles of 128 x 128 read shared memory more often than two of 128 x 192); 512 gain 5 to 8 % in 16 bits. With fewer
+// rows loads of weights are what counts.
+bool even_tiles(int64_t rows, int64_t groups, int64_t most, int64_t contracted = 0) {
+  constexpr int64_t kFewRows = 96, kTwoTiles = 272, kTwoTilesOfLongSums = 256, kLongSums = 1152;
   if (groups == 0) return false;
-  const int64_t mean = rows / groups;
-  return (mean > kFewRows && mean <= kMostEvenRows) || (mean >= kTwoTiles && mean <= most);
+  const int64_t mean = rows / groups, least = contracted < kLongSums ? kTwoTiles : kTwoTilesOfLongSums;
+  return (mean > kFewRows && mean <= kMostEvenRows) || (mean >= least && mean <= most);
 }
 
 }  // namespace
@@ -40,7 +41,7 @@ bool even_tiles_sm90(int64_t rows, int64_t groups, int64_t contracted, int64_t c
   constexpr int64_t kAnyColumns = 768, kWholeTiles = 2304, kBesideCooperative = 1536;
   if (cols <= kNarrow.cols) return false;
   const int64_t whole = contracted < kDwarfsStore ? kWholeTiles : kBesideCooperative;
-  return even_tiles(rows, groups, cols % kEvenTileCols == 0 ? whole : kAnyColumns);
+  return even_tiles(rows, groups, cols % kEvenTileCols == 0 ? whole : kAnyColumns, contracted);
 }
 
 bool even_tiles_with_activation_sm90(int64_t rows, int64_t groups) { return even_tiles(rows, groups, 768); }

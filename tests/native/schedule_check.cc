@@ -799,16 +799,17 @@ void choices() {
     };
     EXPECT(even(128, 64, 2880) && even(512, 8192, 2880) && !even(96, 64, 4096) && !even(256, 64, 4096),
            "groups in few tiles, and those that fill tiles of 128 rows");
+    EXPECT(even(256, 1152, 4096) && !even(256, 1151, 4096) && !even(255, 1152, 4096), "two tiles, whose sums are long");
     EXPECT(even(1024, 8192, 4096) && !even(1024, 64, 2880) && even(2048, 4096, 4096) && !even(2048, 8192, 4096),
            "many tiles, long sums, and a last tile of which half exists");
     EXPECT(!even(128, 64, 64), "few columns");
   }
   EXPECT(!even_tiles_sm90(0, 0, 64, 4096) && !even_tiles_sm90(0, 3, 64, 4096), "no groups, and no rows");
-  // Tests on a GPU compare the tiles of groups of 160 rows with those of 70 and 250 (test_even_sm90.py,
+  // Tests on a GPU compare the tiles of groups of 160 rows with those of 70 and 220 (test_even_sm90.py,
   // test_fp8_sm90.py, test_fused_sm90.py).
-  for (const int64_t mean : {70, 160, 250}) {
+  for (const int64_t mean : {70, 160, 220}) {
     const bool even = mean == 160;
-    EXPECT(even_tiles_sm90(9 * mean, 9, 72, 200) == even && even_tiles_with_activation_sm90(9 * mean, 9) == even &&
+    EXPECT(even_tiles_sm90(9 * mean, 9, 4096, 200) == even && even_tiles_with_activation_sm90(9 * mean, 9) == even &&
                even_fp8_tiles_sm90(9 * mean, 9) == even,
            "groups of %d rows", int(mean));
   }
