@@ -90,7 +90,7 @@ struct EvenPromoting : PairedPipeline<Product> {
       for (float& sum : acc) sum = 0;
       with_even_rows(work.valid_rows, [&](auto count) {
         multiply_promoting<Product, Scaling::none, decltype(count)::value>(acc, ring, work.length, 0, weights, rows,
-                                                                           shell.barriers, 0, [] {});
+                                                                           shell.barriers, 0, NothingMeanwhile{});
       });
       Product::store(p, work, col0, warp % 4, acc, group, slots);
     }

@@ -30,6 +30,8 @@ using Shape = PromotingShape<kTileRows, kPromoting.cols, kPromoting.stages, kPro
 
 template <class Pair, class Out>
 struct PromotedRows : Fp8Rows<Pair, Out, Shape> {
+  static constexpr bool kStoresMeanwhile = true;
+
   template <class Multiply>
   static __device__ void with_scaling(const Fp8RowsParams& p, Multiply multiply) {
     if (p.scaled) {

@@ -37,6 +37,9 @@ TILES = cases.Case("tiles_16", (150, 0, 301, 61), 540, 400, 456, frozenset())
 NARROW = cases.Case("narrow_16", (9, 0, 140), 150, 16, 8, frozenset())
 LONG = cases.Case("long_16", (130, 300), 430, 4096, 200, frozenset())
 CASES = [TILES, NARROW, LONG]
+# Each multiprocessor gets several tiles, long and short sums and last columns among them: a tile is stored while the
+# next one starts to multiply, if that is whole.
+MANY = cases.Case("many_16", (900, 20, 0, 97, 1300, 96, 1, 640, 300), 3500, 1040, 1232, frozenset())
 
 
 @dataclass(frozen=True)
@@ -228,6 +231,15 @@ def test_forward(kernel, pair, case, result):
 
 
 @pytest.mark.gpu
+@pytest.mark.rule("MAT-6")
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3]], ids=["tensor", "block"])
+@pytest.mark.parametrize("result", ["bfloat16", "float32"])
+def test_forward_in_many_tiles(pair, result):
+    found = forward(PROMOTED, MANY, pair, result)
+    asserts.zero(found[MANY.valid :], "tail")
+
+
+@pytest.mark.gpu
 @pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-9")
 @pytest.mark.parametrize("case", SIZES, ids=str)
 @pytest.mark.parametrize(("kernel", "pair"), [(FAST, PAIRS[0]), (PROMOTED, PAIRS[0]), (PROMOTED, PAIRS[3])])
@@ -348,6 +360,15 @@ def test_weight_gradients(pair, case, result, accumulate):
     for g, span in enumerate(case.spans()):
         if span.start == span.stop:
             asserts.bitwise(found[g], before[g] if accumulate else np.zeros_like(before[g]), f"empty group {g}")
+
+
+@pytest.mark.gpu
+@pytest.mark.rule("MAT-11")
+@pytest.mark.parametrize("pair", [TURNED[0], TURNED[3]], ids=["tensor", "block"])
+@pytest.mark.parametrize("result", ["bfloat16", "float32"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weight_gradients_in_many_tiles(pair, result, accumulate):
+    wgrad(MANY, pair, result, into=cases.normal((MANY.groups, MANY.k, MANY.n), result, "into"), accumulate=accumulate)
 
 
 @pytest.mark.gpu

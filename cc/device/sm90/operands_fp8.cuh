@@ -39,12 +39,17 @@ void set_scales(const OperandScales& s, Params* p) {
   p->scaled = s.lhs_block != 0 || s.rhs_block != 0;
 }
 
-// Calls `multiply(columns)` with what a tile is multiplied by: kCols seldom divides a width, and of the last tile often
-// less exists.
+// Whether a tile of kCols columns is multiplied whole where `cols` are left, or its first kEdgeCols: kCols seldom
+// divides a width, and of the last tile often less exists.
 constexpr int kEdgeCols = 128;
+template <int kCols>
+__device__ inline bool takes_whole_tile(int cols) {
+  return kCols <= kEdgeCols || cols > kEdgeCols;
+}
+// Calls `multiply(columns)` with what a tile is multiplied by.
 template <int kCols, class Multiply>
 __device__ inline void fp8_tile_cols(int cols, Multiply multiply) {
-  if (kCols <= kEdgeCols || cols > kEdgeCols) {
+  if (takes_whole_tile<kCols>(cols)) {
     multiply(std::integral_constant<int, kCols>{});
   } else {
     multiply(std::integral_constant<int, kEdgeCols>{});

@@ -12,7 +12,9 @@
 //
 // While one warpgroup adds its block's sums, the others' products keep the tensor cores busy. Two warpgroups multiply a
 // block in two parts and add one of them meanwhile; three need not. Results leave through slots that hold a whole tile
-// of 16-bit results, so a warpgroup is back at its products before the tile is stored.
+// of 16-bit results, so a warpgroup is back at its products before the tile is stored. With kStoresMeanwhile it rounds
+// a tile and hands it to the slots while the first block of its next tile multiplies, as sums and accumulators have
+// registers of their own. The work item of a tile keeps its place in the ring until then.
 //
 //   tile        accumulators        ring         slots            scales          registers
 //   128 x 192   96 + 96 a thread    4 x 40 KiB   8 x 3 x 2 KiB    4 x 1.25 KiB    56 / 224, 128 + 256 threads
@@ -94,25 +96,35 @@ struct BlockScales {
   }
 };
 
+// What is done while the first block of a tile multiplies: nothing.
+struct NothingMeanwhile {
+  static constexpr bool wanted = false;
+  __device__ void operator()() const {}
+};
+// Or what `body` does.
+template <class Body>
+struct Meanwhile : Body {
+  bool wanted;
+  __device__ Meanwhile(bool wanted, Body body) : Body(body), wanted(wanted) {}
+};
+
 // Multiplies 64 rows of a tile, the warp's from `first_row` on, by its first kCols columns: a block in one part, or in
 // two, of which one multiplies while the other is added. A sum stops at the step of 32 codes that holds its last one;
-// `length` counts elements of 16 bits. Leaves all blocks released. `scales` are those of stage 0. `started` is called
-// while the first block multiplies.
-template <class Product, Scaling kScaling, int kCols, class Started>
+// `length` counts elements of 16 bits. Leaves all blocks released. `scales` are those of stage 0. `meanwhile`, if it
+// is wanted, is called while the first block multiplies, which is whole then, and leaves zeros in `acc`.
+template <class Product, Scaling kScaling, int kCols, class Meanwhile_>
 __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStages>& ring, int length, int first_row,
                                           uint64_t lhs, uint64_t rhs, uint32_t barriers, uint32_t scales,
-                                          Started started) {
+                                          Meanwhile_ meanwhile) {
   using Shape = typename Product::Shape;
   using Pair = typename Product::Element;
+  using Scales = BlockScales<Shape, kScaling, kCols>;
   constexpr int kParts = Shape::kParts, kPart = kCols / kParts, kSteps = kBlockK / 16;
+  using Sums = float[kParts][kPart / 2];
   const int lane = threadIdx.x % 32;
   int left = length;
-  const auto block = [&](auto steps) {
-    ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity);
+  const auto start = [&](auto steps, Sums& sums) {
     const uint64_t stage = uint64_t(ring.slot * (Shape::kStageBytes >> 4));
-    // In front of the products: behind them shared memory answers late.
-    const BlockScales<Shape, kScaling, kCols> of_block(scales + ring.slot * Shape::kScaleBytes, first_row);
-    float sums[kParts][kPart / 2];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const uint64_t columns = rhs + stage + part * (kPart * 128 >> 4);
@@ -125,7 +137,8 @@ __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStag
       }
       ptx::wgmma_commit();
     }
-    if (left == length) started();
+  };
+  const auto finish = [&](const Scales& of_block, Sums& sums) {
     if constexpr (kParts == 2) {
       ptx::wgmma_wait<1>();
       ptx::wgmma_done(sums[0]);
@@ -146,6 +159,23 @@ __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStag
     ring.advance();
     left -= kBlockK;
   };
+  const auto wait = [&] { ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity); };
+  const auto scales_of_block = [&] { return Scales(scales + ring.slot * Shape::kScaleBytes, first_row); };
+  const auto block = [&](auto steps) {
+    wait();
+    // In front of the products: behind them shared memory answers late.
+    const Scales of_block = scales_of_block();
+    Sums sums;
+    start(steps, sums);
+    finish(of_block, sums);
+  };
+  if (meanwhile.wanted) {
+    wait();
+    Sums sums;
+    start(std::integral_constant<int, kSteps>{}, sums);
+    meanwhile();
+    finish(scales_of_block(), sums);
+  }
   // Nothing is in flight at the loop's end: ptxas serialises products whose sums are read in another turn.
 #pragma unroll 1
   while (left > kBlockK - 16) block(std::integral_constant<int, kSteps>{});
@@ -201,35 +231,61 @@ struct Promoting : PairedPipeline<Product> {
     auto slots = shell.slots(warp - 4);
     const uint64_t lhs = descriptor(shell.shared + consumer * kBlockBytes, Major::k);
     const uint64_t rhs = descriptor(shell.shared + Shape::kRowBoxes * kBlockBytes, Major::k);
-    for (;; reader.release()) {
-      const Work& work = reader.get();
-      if (work.kind == Work::kDone) break;
-      if (work.kind == Work::kTail) {
-        Product::clear_tail(p, work, shell.rank, threadIdx.x - 128);
-        continue;
-      }
-      const int valid_cols = p.cols - work.col0, blocks = work.k_blocks();
-      if (valid_cols <= 0 || 64 * consumer >= work.valid_rows) {  // nothing to multiply
-        for (int b = 0; b < blocks; ++b) {
-          ptx::barrier_wait(shell.full(ring.slot), ring.parity);
-          __syncwarp();
-          if (shell.lane < 2) ptx::barrier_arrive_peer(shell.empty(ring.slot), shell.lane);
-          ring.advance();
-        }
-        continue;
-      }
+    float acc[Shape::kCols / 2];
+    bool unstored = false;  // `acc` holds the tile of the item before
+    const auto store = [&](const Work& work) {
+      const int valid_cols = p.cols - work.col0;
       auto held = Product::begin(p, work, first_row, valid_cols, slots);
-      float acc[Shape::kCols / 2];
+      if (first_row < work.valid_rows) Product::store(p, work, first_row, valid_cols, acc, slots, held);
+    };
+    const auto store_before = [&] {
+      if (!unstored) return;
+      store(reader.before());
+      reader.release_before();
+      unstored = false;
+    };
+    while (true) {
+      const Work& work = reader.get();
+      const int valid_cols = p.cols - work.col0;
+      const bool multiplies = work.kind == Work::kTile && valid_cols > 0 && 64 * consumer < work.valid_rows;
+      const bool whole = multiplies && takes_whole_tile<Shape::kCols>(valid_cols) && work.length > kBlockK - 16;
+      if (!whole) store_before();
+      if (work.kind == Work::kDone) break;
+      if (!multiplies) {
+        if (work.kind == Work::kTail) {
+          Product::clear_tail(p, work, shell.rank, threadIdx.x - 128);
+        } else {
+          for (int b = work.k_blocks(); b > 0; --b) skip_block<Shape>(ring, shell.barriers);
+        }
+        reader.release();
+        continue;
+      }
+      const auto begin = [&] {
 #pragma unroll
-      for (int i = 0; i < Shape::kCols / 2; ++i) acc[i] = 0;
+        for (float& sum : acc) sum = 0;
+        Product::begin(p, work, first_row, valid_cols, slots).start(slots);
+      };
+      if (!whole) begin();
       Product::with_scaling(p, [&](auto scaling) {
-        fp8_tile_cols<Shape::kCols>(valid_cols, [&](auto cols) {
+        const auto multiply = [&](auto cols, auto meanwhile) {
           multiply_promoting<Product, decltype(scaling)::value, decltype(cols)::value>(
-              acc, ring, work.length, first_row, lhs, rhs, shell.barriers, shell.shared + Shape::kScalesAt,
-              [&] { held.start(slots); });
+              acc, ring, work.length, first_row, lhs, rhs, shell.barriers, shell.shared + Shape::kScalesAt, meanwhile);
+        };
+        fp8_tile_cols<Shape::kCols>(valid_cols, [&](auto cols) {
+          if constexpr (decltype(cols)::value == Shape::kCols) {
+            multiply(cols, Meanwhile(whole, [&] { store_before(), begin(); }));
+          } else {
+            multiply(cols, NothingMeanwhile{});
+          }
         });
       });
-      if (first_row < work.valid_rows) Product::store(p, work, first_row, valid_cols, acc, slots, held);
+      if constexpr (Product::kStoresMeanwhile) {
+        unstored = true;
+        reader.hold();
+      } else {
+        store(work);
+        reader.release();
+      }
     }
     shell.finish_stores();
   }

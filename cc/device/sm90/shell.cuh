@@ -72,8 +72,19 @@ class WorkReader {
     if (!kWholeWarp || threadIdx.x % 32 == 0) ptx::barrier_arrive(barriers_ + 8 * (Shape::kWorkEmpty + ring_.slot));
     ring_.advance();
   }
+  // Goes on to the next item without releasing this one, which is before() until release_before().
+  __device__ void hold() { ring_.advance(); }
+  __device__ const Work& before() const { return items_[slot_before()]; }
+  __device__ void release_before() {
+    if (kWholeWarp) __syncwarp();
+    if (!kWholeWarp || threadIdx.x % 32 == 0) {
+      ptx::barrier_arrive(barriers_ + 8 * (Shape::kWorkEmpty + slot_before()));
+    }
+  }
 
  private:
+  __device__ uint32_t slot_before() const { return ring_.slot == 0 ? kWorkDepth - 1 : ring_.slot - 1; }
+
   uint32_t barriers_;
   const Work* items_;
   Ring<kWorkDepth> ring_;
