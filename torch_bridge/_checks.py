@@ -44,7 +44,7 @@ def check_readable(name: str, value: Any, x: Tensor) -> None:
 
 
 NEGATED = "a lazily negated view, expected a tensor whose memory has its signs; call `.resolve_neg()`."
-"""What `is_neg` is refused with. Dynamo cannot trace that question."""
+"""What `is_neg` is refused with. Dynamo cannot trace that question, nor those of `check_memory`."""
 
 
 def _check_local(name: str, value: Tensor) -> None:
@@ -67,7 +67,7 @@ def check_layout(name: str, value: Tensor) -> None:
 
 def check_memory(name: str, value: Any) -> None:
     """Refuses a plain tensor whose elements have no memory. Raises ValueError."""
-    if type(value) not in (Tensor, torch.nn.Parameter) or value.nbytes == 0:
+    if is_compiling() or type(value) not in (Tensor, torch.nn.Parameter) or value.nbytes == 0:
         return
     if value._is_zerotensor():
         raise ValueError(f"`{name}`: a zero tensor without memory, expected elements; pass `torch.zeros_like` of it.")

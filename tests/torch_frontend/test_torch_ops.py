@@ -390,6 +390,16 @@ def test_sizes_from_the_host() -> None:
 
 
 @pytest.mark.rule("GRP-13")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_size_status_in_a_graph(dtype: torch.dtype) -> None:
+    """The status is part of the graph of the program that asks for it."""
+    status = torch.compile(lambda sizes: torch_bridge.size_status(sizes, 6), fullgraph=True, backend="aot_eager")
+    for sizes in ([1, 2, 3], [3, -1, 3], [3, -1, 5], [4, 0, 3]):
+        tensor = torch.tensor(sizes, dtype=dtype)
+        assert status(tensor) == torch_bridge.size_status(tensor, 6)
+
+
+@pytest.mark.rule("GRP-13")
 def test_size_status_and_debug_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int(torch_bridge.size_status([1, 2], 3)) == 0
     with asserts.refused(TypeError, ["`M`", "str", "expected an integer", "number of rows"]):
