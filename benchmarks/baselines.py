@@ -448,6 +448,9 @@ def deep_gemm(work: Work) -> Thunk:
     return tried(lambda: Padded(product, place))
 
 
+MOST_MASKED_ROWS = 512
+
+
 def deep_gemm_masked(work: Work) -> Thunk:
     """DeepGEMM's product for decoding, forward: each group has a buffer of its own, which is filled before timing."""
     import deep_gemm as peer  # type: ignore[import-not-found]
@@ -456,6 +459,8 @@ def deep_gemm_masked(work: Work) -> Thunk:
         raise MissingError("takes bfloat16, forward")
     align = peer.get_mk_alignment_for_contiguous_layout()
     most = -(-max(work.sizes) // align) * align
+    if most > MOST_MASKED_ROWS:
+        raise MissingError(f"is for decoding: up to {MOST_MASKED_ROWS} rows per group")
     starts = np.arange(len(work.sizes)) * most
     rows = np.concatenate([np.arange(size) + start for size, start in zip(work.sizes, starts, strict=True)])
     place = torch.from_numpy(rows).to(work.device)

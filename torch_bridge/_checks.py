@@ -44,7 +44,7 @@ def check_readable(name: str, value: Any, x: Tensor) -> None:
 
 
 NEGATED = "a lazily negated view, expected a tensor whose memory has its signs; call `.resolve_neg()`."
-"""What `is_neg` is refused with. Dynamo cannot trace that question, nor those of `check_memory`."""
+"""What `is_neg` is refused with. Dynamo cannot trace that question."""
 
 
 def _check_local(name: str, value: Tensor) -> None:
@@ -66,7 +66,7 @@ def check_layout(name: str, value: Tensor) -> None:
 
 
 def check_memory(name: str, value: Any) -> None:
-    """Refuses a plain tensor whose elements have no memory. Raises ValueError."""
+    """Refuses a plain tensor whose elements have no memory; Dynamo cannot trace that. Raises ValueError."""
     if is_compiling() or type(value) not in (Tensor, torch.nn.Parameter) or value.nbytes == 0:
         return
     if value._is_zerotensor():

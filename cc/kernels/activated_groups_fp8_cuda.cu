@@ -251,7 +251,8 @@ __device__ __noinline__ void start_groups(const ActivatedProblem& p, uint32_t co
     if (!find_in_order<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, &tile)) return false;
     if (tile.group == p.store.scan.count || has_started(p.store, tile.group)) return true;
     begin_tile<kGrad>(p, tile, ring);
-    const Largest largest = activate_rows<kGrad, false>(p, tile, tile, false, ring, reinterpret_cast<Codes*>(ring));
+    Codes* const none = reinterpret_cast<Codes*>(ring);  // of amaxes alone there are no codes
+    const Largest largest = activate_rows<kGrad, false>(p, tile, tile, false, ring, none);
     wait_all_copies();
     raise_amax(p.store.scan.amax + tile.group, amax_of<DType::bf16>(largest.result));
     if (kGrad && p.activated_amax) raise_amax(p.activated_amax + tile.group, amax_of<DType::bf16>(largest.activated));
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
   Codes* turned = reinterpret_cast<Codes*>(ring + operands_of(p));
   Shared* s = reinterpret_cast<Shared*>(turned + (kStore ? turned_of(p) : 0));
   if constexpr (kStore) {
-    if (must_start(p.store)) start_groups<kGrad>(p, column_tiles, ring, s);
+    if (p.store.starting && must_start(p.store)) start_groups<kGrad>(p, column_tiles, ring, s);
   }
   const GroupTable table(p.store, s + 1);
   Turns turns(p.store, &s->turns, kGrad && !kStore ? p.activated_amax : nullptr);

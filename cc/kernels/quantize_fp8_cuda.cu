@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
   using Scratch = SharedOf<kFrom, kForms>;
   Scratch* s = reinterpret_cast<Scratch*>(dynamic_shared);
   if constexpr (kBlock == 0 && kForms != 0) {
-    if (must_start(p)) start_groups<kFrom, kWide, kGather>(p, column_tiles, s, s + 1);
+    if (p.starting && must_start(p)) start_groups<kFrom, kWide, kGather>(p, column_tiles, s, s + 1);
   }
   const GroupTable table(p, s + 1);
   Turns turns(p, &s->turns);

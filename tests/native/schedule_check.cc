@@ -800,6 +800,9 @@ void choices() {
     EXPECT(even(128, 64, 2880) && even(512, 8192, 2880) && !even(96, 64, 4096) && !even(256, 64, 4096),
            "groups in few tiles, and those that fill tiles of 128 rows");
     EXPECT(even(256, 1152, 4096) && !even(256, 1151, 4096) && !even(255, 1152, 4096), "two tiles, whose sums are long");
+    EXPECT(even(272, 64, 4096) && !even(271, 64, 4096) && even_tiles_with_activation_sm90(272 * groups, groups) &&
+               !even_tiles_with_activation_sm90(271 * groups, groups),
+           "two tiles, whatever the sums");
     EXPECT(even(1024, 8192, 4096) && !even(1024, 64, 2880) && even(2048, 4096, 4096) && !even(2048, 8192, 4096),
            "many tiles, long sums, and a last tile of which half exists");
     EXPECT(!even(128, 64, 64), "few columns");

@@ -37,9 +37,10 @@ TILES = cases.Case("tiles_16", (150, 0, 301, 61), 540, 400, 456, frozenset())
 NARROW = cases.Case("narrow_16", (9, 0, 140), 150, 16, 8, frozenset())
 LONG = cases.Case("long_16", (130, 300), 430, 4096, 200, frozenset())
 CASES = [TILES, NARROW, LONG]
-# Each multiprocessor gets several tiles, long and short sums and last columns among them: a tile is stored while the
-# next one starts to multiply, if that is whole.
-MANY = cases.Case("many_16", (900, 20, 0, 97, 1300, 96, 1, 640, 300), 3500, 1040, 1232, frozenset())
+# Each pair of multiprocessors gets several tiles, short sums of weight gradients and narrow last columns among them: a
+# tile is stored while the next one starts to multiply, if that is whole.
+MANY = cases.Case("many_16", (900, 20, 0, 97, 1300, 96, 1, 640, 300), 3500, 1040, 2000, frozenset())
+SHORT = cases.Case("short_16", MANY.sizes, MANY.rows, 80, MANY.n, frozenset())
 
 
 @dataclass(frozen=True)
@@ -234,9 +235,10 @@ def test_forward(kernel, pair, case, result):
 @pytest.mark.rule("MAT-6")
 @pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3]], ids=["tensor", "block"])
 @pytest.mark.parametrize("result", ["bfloat16", "float32"])
-def test_forward_in_many_tiles(pair, result):
-    found = forward(PROMOTED, MANY, pair, result)
-    asserts.zero(found[MANY.valid :], "tail")
+@pytest.mark.parametrize("case", [MANY, SHORT], ids=str)
+def test_forward_in_many_tiles(pair, result, case):
+    found = forward(PROMOTED, case, pair, result)
+    asserts.zero(found[case.valid :], "tail")
 
 
 @pytest.mark.gpu
@@ -259,24 +261,26 @@ def test_forward_of_any_sizes(kernel, pair, case, into):
     scale_bias=(False, True),
     valid=lambda bias, row_scale, scale_bias, **_: not scale_bias or (bias and row_scale),
 )
-def test_epilogues(kernel, bias, row_scale, scale_bias):
-    given = {} if bias is None else {"bias": cases.normal((TILES.groups, TILES.n), bias, "bias")}
+@pytest.mark.parametrize("case", [TILES, MANY], ids=str)
+def test_epilogues(kernel, bias, row_scale, scale_bias, case):
+    given = {} if bias is None else {"bias": cases.normal((case.groups, case.n), bias, "bias")}
     if row_scale:
-        given["row_scale"] = cases.normal((TILES.rows,), "float32", "row_scale")
-        given["row_scale"][TILES.valid :] = np.nan
-    forward(kernel, TILES, PAIRS[0], "bfloat16", scale_bias=scale_bias, **given)
+        given["row_scale"] = cases.normal((case.rows,), "float32", "row_scale")
+        given["row_scale"][case.valid :] = np.nan
+    forward(kernel, case, PAIRS[0], "bfloat16", scale_bias=scale_bias, **given)
 
 
 @pytest.mark.gpu
 @pytest.mark.rule("MAT-4")
 @pytest.mark.parametrize(("kernel", "pair"), [(FAST, PAIRS[0]), (PROMOTED, PAIRS[3])])
-def test_weights_in_a_table(kernel, pair):
+@pytest.mark.parametrize("case", [TILES, MANY], ids=str)
+def test_weights_in_a_table(kernel, pair, case):
     """The same bits as from one packed weight, whatever is between the members in memory."""
     runner = Native(kernel, check=False)
-    packed = forward(kernel, TILES, pair, "bfloat16", runner=runner)
-    lhs, rhs = rows_operand(TILES, TILES.k, pair[0], "x"), weight_operand(TILES, pair[1])
+    packed = forward(kernel, case, pair, "bfloat16", runner=runner)
+    lhs, rhs = rows_operand(case, case.k, pair[0], "x"), weight_operand(case, pair[1])
     held, table = runner.hold(list(rhs.arrays["values"]))
-    sizes = np.array(TILES.sizes, np.int32)
+    sizes = np.array(case.sizes, np.int32)
     recipe = RECIPES["block" if pair[0].block else "fast"]
     call = calls.grouped_matmul(
         lhs.spec, rhs.spec, (1, 1), spec_of(sizes), "bfloat16", recipe=recipe, tables=(True, False, False)
@@ -393,20 +397,21 @@ def test_weight_gradients_of_any_sizes(case, pair):
 @pytest.mark.gpu
 @pytest.mark.rule("MAT-11", "GRD-10")
 @pytest.mark.parametrize("pair", [TURNED[0], TURNED[3]], ids=["tensor", "block"])
-def test_weight_gradients_in_a_table(pair):
+@pytest.mark.parametrize(("case", "result"), [(TILES, "float32"), (MANY, "bfloat16")], ids=str)
+def test_weight_gradients_in_a_table(pair, case, result):
     """The same bits as in one packed accumulator; a group without an address is left out."""
-    before = cases.normal((TILES.groups, TILES.k, TILES.n), "float32", "into")
-    packed = wgrad(TILES, pair, "float32", into=before, accumulate=True)
+    before = cases.normal((case.groups, case.k, case.n), result, "into")
+    packed = wgrad(case, pair, result, into=before, accumulate=True)
     runner = Native(WGRAD, check=False)
     held, table = runner.hold([member if g != 2 else None for g, member in enumerate(before)])
-    lhs, rhs = turned_operand(TILES, TILES.k, pair[0], "x"), turned_operand(TILES, TILES.n, pair[1], "dy")
-    sizes = np.array(TILES.sizes, np.int32)
+    lhs, rhs = turned_operand(case, case.k, pair[0], "x"), turned_operand(case, case.n, pair[1], "dy")
+    sizes = np.array(case.sizes, np.int32)
     call = calls.grouped_matmul(
         lhs.spec,
         rhs.spec,
         (0, 0),
         spec_of(sizes),
-        "float32",
+        result,
         recipe=FP8Block if pair[0].block else FP8Current,
         into=spec_of(before),
         tables=(False, False, True),

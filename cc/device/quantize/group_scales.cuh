@@ -111,7 +111,7 @@ struct StoreProblem {
 // What one launch does of it, and where.
 struct StoreLaunch : StoreProblem {
   bool measure;               // amaxes of groups are wanted from this launch
-  bool starting;              // groups that delayed scaling has no multiplier for yet are measured, and only these
+  bool starting;              // groups without a multiplier of delayed scaling are measured: before it stores, or alone
   const float* encode_other;  // then: multipliers of act(h), which is stored beside gradients, or null
   uint32_t* raised;           // [groups]: where they go
   bool last_first;            // a launch before has read all tiles: the L2 cache may hold the last ones
@@ -254,7 +254,7 @@ __device__ inline bool sees_a_start(const StoreLaunch& p) {
 }
 
 // Whether a `starting` launch has groups to measure, by a whole block.
-__device__ inline bool must_start(const StoreLaunch& p) { return p.starting && __syncthreads_or(sees_a_start(p)); }
+__device__ inline bool must_start(const StoreLaunch& p) { return __syncthreads_or(sees_a_start(p)); }
 
 // Zero codes: `lines` of `length` bytes, `pitch` apart.
 __device__ inline void zero_codes(uint8_t* to, int lines, int length, int64_t pitch, int threads) {

@@ -411,7 +411,8 @@ inline void ready_to_draw(StoreLaunch* p, int64_t tiles, unsigned grid, const La
 
 // As launch_store, but the scan, and the scales of groups, are the kernels' own. Where scales do not want the amaxes of
 // all groups first, those that the caller wants are raised on the way. Under delayed scaling `store` itself measures
-// groups that have not started (measure_first); the memory that it wants zero is cleared together with the counters.
+// groups that have not started (measure_first), which FP8 alone can have; the memory that it wants zero is cleared
+// together with the counters.
 template <class Launch, class Measure, class Store>
 void launch_tiles(const Quantize& call, const Context& context, Measure measure, Store store) {
   LaunchOptions how = {context, static_cast<cudaStream_t>(context.stream), false};

@@ -111,7 +111,8 @@ struct Meanwhile : Body {
 // Multiplies 64 rows of a tile, the warp's from `first_row` on, by its first kCols columns: a block in one part, or in
 // two, of which one multiplies while the other is added. A sum stops at the step of 32 codes that holds its last one;
 // `length` counts elements of 16 bits. Leaves all blocks released. `scales` are those of stage 0. `meanwhile`, if it
-// is wanted, is called while the first block multiplies, which is whole then, and leaves zeros in `acc`.
+// is wanted, is called while the first block multiplies, which is whole then, and leaves zeros in `acc`; else zeros are
+// there already.
 template <class Product, Scaling kScaling, int kCols, class Meanwhile_>
 __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStages>& ring, int length, int first_row,
                                           uint64_t lhs, uint64_t rhs, uint32_t barriers, uint32_t scales,
@@ -173,7 +174,7 @@ __device__ inline void multiply_promoting(float* acc, Ring<Product::Shape::kStag
     wait();
     Sums sums;
     start(std::integral_constant<int, kSteps>{}, sums);
-    meanwhile();
+    meanwhile();  // which needs the registers of the scales
     finish(scales_of_block(), sums);
   }
   // Nothing is in flight at the loop's end: ptxas serialises products whose sums are read in another turn.
@@ -233,14 +234,15 @@ struct Promoting : PairedPipeline<Product> {
     const uint64_t rhs = descriptor(shell.shared + Shape::kRowBoxes * kBlockBytes, Major::k);
     float acc[Shape::kCols / 2];
     bool unstored = false;  // `acc` holds the tile of the item before
-    const auto store = [&](const Work& work) {
-      const int valid_cols = p.cols - work.col0;
-      auto held = Product::begin(p, work, first_row, valid_cols, slots);
-      if (first_row < work.valid_rows) Product::store(p, work, first_row, valid_cols, acc, slots, held);
+    const auto store = [&](const Work& work, auto& held) {
+      if (first_row < work.valid_rows) Product::store(p, work, first_row, p.cols - work.col0, acc, slots, held);
     };
     const auto store_before = [&] {
       if (!unstored) return;
-      store(reader.before());
+      const Work& work = reader.before();
+      // The tile's epilogue once more, which started long ago: it has no registers while the tile multiplies.
+      auto held = Product::begin(p, work, first_row, p.cols - work.col0, slots);
+      store(work, held);
       reader.release_before();
       unstored = false;
     };
@@ -260,10 +262,11 @@ struct Promoting : PairedPipeline<Product> {
         reader.release();
         continue;
       }
+      auto held = Product::begin(p, work, first_row, valid_cols, slots);
       const auto begin = [&] {
 #pragma unroll
         for (float& sum : acc) sum = 0;
-        Product::begin(p, work, first_row, valid_cols, slots).start(slots);
+        held.start(slots);
       };
       if (!whole) begin();
       Product::with_scaling(p, [&](auto scaling) {
@@ -283,7 +286,7 @@ struct Promoting : PairedPipeline<Product> {
         unstored = true;
         reader.hold();
       } else {
-        store(work);
+        store(work, held);
         reader.release();
       }
     }

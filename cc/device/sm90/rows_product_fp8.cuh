@@ -56,7 +56,7 @@ struct Fp8Rows {
   }
 
   struct Epilogue : NothingHeld {
-    Alpha group;  // fetched while the tile multiplies
+    Alpha group;  // fetched while a tile multiplies
     __device__ void start(const Slots<Shape::kSlots>&) const {}
   };
   static __device__ Epilogue begin(const Params& p, const Work& work, int, int, const Slots<Shape::kSlots>&) {

@@ -72,8 +72,12 @@ class WorkReader {
     if (!kWholeWarp || threadIdx.x % 32 == 0) ptx::barrier_arrive(barriers_ + 8 * (Shape::kWorkEmpty + ring_.slot));
     ring_.advance();
   }
-  // Goes on to the next item without releasing this one, which is before() until release_before().
-  __device__ void hold() { ring_.advance(); }
+  // Goes on to the next item and keeps this one, which is before() until the next release() or hold(), by which time
+  // release_before() must have released it.
+  __device__ void hold() {
+    static_assert(kWorkDepth >= 3, "the scheduler has room for two items beside the one that is kept");
+    ring_.advance();
+  }
   __device__ const Work& before() const { return items_[slot_before()]; }
   __device__ void release_before() {
     if (kWholeWarp) __syncwarp();
