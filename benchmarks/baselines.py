@@ -449,6 +449,7 @@ def deep_gemm(work: Work) -> Thunk:
 
 
 MOST_MASKED_ROWS = 512
+"""Per group: every group has a buffer of its own, as long as that of the longest one."""
 
 
 def deep_gemm_masked(work: Work) -> Thunk:
