@@ -19,8 +19,12 @@ import jax
 import jax.numpy as jnp
 
 import jax_grouped
+from grouped_core import recipes
 
-RECIPES = ("FP8Current", "FP8Block", "MXFP8")
+RECIPES = tuple(
+    name for name, each in recipes.RECIPES.items() if each.quantized and not (each.delayed or each.stochastic)
+)
+"""Recipes that need neither a state nor random numbers."""
 TOKENS, HIDDEN, WIDTH, EXPERTS, PER_TOKEN = 512, 128, 256, 8, 2
 
 

@@ -18,8 +18,12 @@ from typing import Any
 import torch
 
 import torch_bridge
+from grouped_core import recipes
 
-RECIPES = ("FP8Current", "FP8Block", "MXFP8")
+RECIPES = tuple(
+    name for name, each in recipes.RECIPES.items() if each.quantized and not (each.delayed or each.stochastic)
+)
+"""Recipes that need neither a state nor random numbers."""
 VOCABULARY = 128
 
 

@@ -31,7 +31,7 @@ def formats_of(q: QTensor[Any]) -> tuple[Format, ...]:
     return tuple(form.format for _, form in forms(q))
 
 
-def taken_apart(tree: Mapping[str, Any]) -> tuple[Flat, dict[str, QTensor[Any]]]:
+def flatten(tree: Mapping[str, Any]) -> tuple[Flat, dict[str, QTensor[Any]]]:
     """A flat tree with the parts of its `QTensor`s as entries of their own, and these by their keys."""
     flat: Flat = {}
     quantised: dict[str, QTensor[Any]] = {}
@@ -47,8 +47,8 @@ def taken_apart(tree: Mapping[str, Any]) -> tuple[Flat, dict[str, QTensor[Any]]]
     return flat, quantised
 
 
-def put_together(flat: Flat, like: Mapping[str, QTensor[Any]]) -> Flat:
-    """The inverse of `taken_apart`: parts of the keys of `like` become `QTensor`s of their facts."""
+def unflatten(flat: Flat, like: Mapping[str, QTensor[Any]]) -> Flat:
+    """The inverse of `flatten`: parts of the keys of `like` become `QTensor`s of their facts."""
     made = dict(flat)
     for key, q in like.items():
         made[key] = _assembled(q, {part: made.pop(f"{key}.{part}") for part in _names(q)})
@@ -86,7 +86,7 @@ def converted(
         TypeError: an argument has another type.
     """
     here, there = layout_option(source, "source"), layout_option(target, "target")
-    flat, quantised = taken_apart(tree)
+    flat, quantised = flatten(tree)
     facts = {key: facts_of(value) for key, value in flat.items()}
     coded = coded_keys(facts)
     given = interleave_option(interleave)
@@ -112,7 +112,7 @@ def converted(
         return widened(flat[key], flat[f"{key}{SCALE}"], arrays) if key in coded else flat[key]
 
     result = {key: value for _, _, key, value in executed(made, read, arrays)}
-    return put_together(result, _quantised_targets(made, quantised, here, there, result))
+    return unflatten(result, _quantised_targets(made, quantised, here, there, result))
 
 
 class Made(NamedTuple):
@@ -200,7 +200,7 @@ def saving(
         ValueError: the activation of a layer with a gate is missing, or a name is not possible.
     """
     here = LAYOUTS[layout]
-    flat, quantised = taken_apart(tree)
+    flat, quantised = flatten(tree)
     facts = {key: facts_of(value) for key, value in flat.items()}
     order = "gkn" if here.turned else "gnk"
     made = plan(facts, here, FILES[order], lambda _: (None, None), shard=shard, keep=True)

@@ -455,11 +455,15 @@ def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras:
 
 
 def is_read_as_is(recipe: Recipe, w: Operand) -> bool:
-    """Whether dgrad reads a quantised weight in a form that it already has: the one along the axis that dgrad contracts
-    or, if there is none, the form that forward reads, widened. Both are exact. If dy is quantised, dgrad needs the
-    former, so the result is False.
+    """Whether dgrad reads w, a quantised weight, in a form that it already has."""
+    return isinstance(w, QTensor) and reads_weights_as_given(recipe)
+
+
+def reads_weights_as_given(recipe: Recipe) -> bool:
+    """Whether dgrad reads a quantised weight in a form that it has: the one along the axis that dgrad contracts or, if
+    there is none, the form that forward reads, widened. Both are exact. If dy is quantised, dgrad needs the former.
     """
-    return isinstance(w, QTensor) and recipe.dgrad[0].plain and recipe.requantize is None
+    return recipe.dgrad[0].plain and recipe.requantize is None
 
 
 def rows_for_wgrad(run: Runner, recipe: Recipe, x: Operand, group_sizes: Array, extras: Extras) -> Quantized:
@@ -519,3 +523,35 @@ def weight_grad(
         halves=halves,
         accumulate=accumulate,
     )
+
+
+def half_grads(
+    run: Runner,
+    op: Linear,
+    w_spec: OperandSpec,
+    halves: Sequence[int],
+    rows: Operand,
+    dy: Operand,
+    group_sizes: Array,
+    *,
+    into: Sequence[Array | Listed | None] = (None, None),
+    accumulate: bool = False,
+) -> list[Array]:
+    """`weight_grad` of each of `halves`, which are (0,) for a weight in one array, with a destination for each."""
+    pairs = zip(halves, into, strict=False)
+    options: dict[str, Any] = {"accumulate": accumulate}
+    return [weight_grad(run, op, w_spec, rows, dy, group_sizes, into=to, half=half, **options) for half, to in pairs]
+
+
+def with_weight_grad(
+    run: Runner, op: Linear, w_spec: OperandSpec, rows: Operand, dy: Operand, group_sizes: Array, *, wanted: bool
+) -> tuple[Any, Any, Any, Any]:
+    """The gradient of a weight for a rule that computes other gradients as well: (rows, dy, dW, its second half).
+
+    If dW is `wanted`, the first two are None; otherwise the last two are, and rows and dy are returned for a later
+    `weight_grad`. A weight in one array has no second half.
+    """
+    if not wanted:
+        return rows, dy, None, None
+    whole, up = (*half_grads(run, op, w_spec, (1, 2) if op.paired else (0,), rows, dy, group_sizes), None)[:2]
+    return None, None, whole, up

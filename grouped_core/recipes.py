@@ -116,12 +116,12 @@ class Recipe(Literal):
             )
         for name in ("forward", "dgrad", "wgrad"):
             object.__setattr__(self, name, tuple(self._started(fmt) for fmt in getattr(self, name)))
-        _check_cells(self)
+        _check_formats(self)
         # Every call asks for these. They are no cached properties, whose lock Dynamo cannot trace in Python 3.11.
-        cells = self.cells()
-        object.__setattr__(self, "_quantized", any(not fmt.plain for fmt in cells))
-        object.__setattr__(self, "_delayed", any(fmt.delayed for fmt in cells))
-        object.__setattr__(self, "_stochastic", any(fmt.stochastic for fmt in cells))
+        formats = self.formats()
+        object.__setattr__(self, "_quantized", any(not fmt.plain for fmt in formats))
+        object.__setattr__(self, "_delayed", any(fmt.delayed for fmt in formats))
+        object.__setattr__(self, "_stochastic", any(fmt.stochastic for fmt in formats))
         object.__setattr__(self, "_text", literal("Recipe", [getattr(self, name) for name in _FIELDS]))
 
     def _started(self, fmt: Format) -> Format:
@@ -148,7 +148,7 @@ class Recipe(Literal):
         """This recipe for dgrad and wgrad: fast accumulation is for forward only."""
         return self if self.accumulate == "promote" else self.replace(accumulate="promote")
 
-    def cells(self) -> tuple[Format, ...]:
+    def formats(self) -> tuple[Format, ...]:
         """All six formats."""
         return (*self.forward, *self.dgrad, *self.wgrad)
 
@@ -199,7 +199,7 @@ def _name_of(forward: tuple[Format, Format]) -> str:
     return " x ".join(fmt.name for fmt in forward)
 
 
-def _check_cells(recipe: Recipe) -> None:
+def _check_formats(recipe: Recipe) -> None:
     """Refuses formats that do not fit together in one product."""
 
     def refuse(product: str, came: str, wanted: str) -> None:

@@ -27,17 +27,17 @@ _QTENSOR_ARRAYS = ("values", "scales", "group_scales", "other", "group_sizes")
 _QTENSOR_FACTS = ("format", "axis", "shape", "dtype")
 
 
-def _taken_apart(q: QTensor[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _flatten(q: QTensor[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     arrays = tuple(getattr(q, name) for name in _QTENSOR_ARRAYS)
     return arrays, tuple(getattr(q, name) for name in _QTENSOR_FACTS)
 
 
-def _taken_apart_with_keys(q: QTensor[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    arrays, facts = _taken_apart(q)
+def _flatten_with_keys(q: QTensor[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    arrays, facts = _flatten(q)
     return tuple(zip(map(jax.tree_util.GetAttrKey, _QTENSOR_ARRAYS), arrays, strict=True)), facts
 
 
-def _together(facts: tuple[Any, ...], arrays: Iterable[Any]) -> QTensor[Any]:
+def _unflatten(facts: tuple[Any, ...], arrays: Iterable[Any]) -> QTensor[Any]:
     """The `QTensor` of these parts. Where they are one shard of groups or rows, its shape is that of the shard."""
     (format, axis, shape, dtype), (values, scales, group_scales, other, sizes) = facts, arrays
     held: tuple[int, ...] = getattr(values, "shape", ())
@@ -46,7 +46,7 @@ def _together(facts: tuple[Any, ...], arrays: Iterable[Any]) -> QTensor[Any]:
     return QTensor(values, scales, group_scales, format, axis, shape, dtype, other, sizes)
 
 
-jax.tree_util.register_pytree_with_keys(QTensor, _taken_apart_with_keys, _together, _taken_apart)
+jax.tree_util.register_pytree_with_keys(QTensor, _flatten_with_keys, _unflatten, _flatten)
 jax.tree_util.register_dataclass(BoundRecipe, data_fields=["state", "key"], meta_fields=["recipe"])
 jax.tree_util.register_dataclass(ScalingState, data_fields=["scale", "history", "top"], meta_fields=["algorithm"])
 

@@ -104,7 +104,7 @@ def load(
         ValueError: the checkpoint is damaged, ambiguous, or does not fit. KeyError: it lacks arrays of the tree.
     """
     whole, ranks = checked(like), shard_option(shard)
-    target, quantised = checkpoint_tensors.taken_apart(whole.flat)
+    target, quantised = checkpoint_tensors.flatten(whole.flat)
     entries = {key: facts_of(value) for key, value in target.items()}
     formats = {key: formats_of(q) for key, q in quantised.items()}
     optional = frozenset(key for key in entries if _STATE.fullmatch(key))
@@ -124,7 +124,7 @@ def load(
     found = {key: target[key] for key in made.missing}
     for each in executed(made, read, JAX):
         found[each.key] = placed(each.value, target[each.key])
-    result = whole.rebuilt(checkpoint_tensors.put_together(found, quantised))
+    result = whole.rebuilt(checkpoint_tensors.unflatten(found, quantised))
     if message := unused_message(made, reader.where):
         warnings.warn(message, stacklevel=2)
     return result

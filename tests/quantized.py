@@ -1,6 +1,7 @@
-"""Quantised operands drawn at random: every finite code, scales as for normal values, NaN where nothing is read.
+"""Recipes that quantise, and quantised operands drawn at random.
 
-No quantiser made them, so a product is tested on codes that quantising normal values would hardly give.
+Operands have every finite code, scales as for normal values, and NaN where nothing is read. No quantiser made them, so
+a product is tested on codes that quantising normal values would hardly give.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from numpy.typing import NDArray
 
 from grouped_core.calls import spec_in_format
 from grouped_core.formats import Format, QTensor
+from grouped_core.recipes import RECIPES
 from grouped_core.reference import group_ends, segment_sizes
 from tests import cases
+
+QUANTIZING = tuple(recipe for recipe in RECIPES.values() if recipe.quantized)
+"""The recipes with which every operation and layer is tested: each has a row in `bounds.RELATIVE_ERRORS`."""
 
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "uint8": 6.0}
 _MAGNITUDES = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}  # finite ones come first

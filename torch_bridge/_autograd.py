@@ -143,7 +143,7 @@ def differentiable(
 
 def _delay(owners: Owners) -> bool:
     """Whether some gradients of weights go to a queue; most calls have no owner, which is found fast."""
-    return any(owners) and any(each is not None and each.delayed is not None for each in owners)
+    return any(owners) and any(each is not None and each.queue is not None for each in owners)
 
 
 def _with_stand_ins(
@@ -200,11 +200,11 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...], elsew
     needs_x, needs_scale, *of_members = needed or [False] * (2 + sum(count for count, _ in checked.lists))
     flags = iter(of_members)
     lists = [(count, packed, tuple([at for at in range(count) if next(flags)])) for count, packed in checked.lists]
-    several = [len(live) > 0 for *_, live in lists]
+    several = [len(trained) > 0 for *_, trained in lists]
     needs = operation.needs(needs_x, *several[:weights], needs_scale, *several[weights:])
     biases = lists[weights:] if any(count for count, *_ in lists[weights:]) else ()
     routes = [Route(name, *own) for name, own in zip(operation.weights, lists, strict=False)]
-    whole = [not elsewhere and len(route.live) == route.parts for route in routes]
+    whole = [not elsewhere and len(route.trained) == route.parts for route in routes]
     facts = operation.facts(checked.op, checked.specs, needs, whole)
     asked = checked.asked[elsewhere][needed] = facts, _Rest(operation, tuple(biases), routes)
     return asked
@@ -292,12 +292,12 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 _beside_graph: Any = torch.compiler.disable(_backward, reason="compiled autograd runs it beside its graph")
 
 
-def _of_members(gradient: Tensor | None, count: int, packed: bool, live: Sequence[int]) -> list[Tensor | None]:
+def _of_members(gradient: Tensor | None, count: int, packed: bool, trained: Sequence[int]) -> list[Tensor | None]:
     """The gradient of a bias, split into its tensors."""
     results: list[Tensor | None] = [None] * count
     if gradient is None:
         return results
     parts = [gradient] if packed else gradient.unbind()
-    for at in live:
+    for at in trained:
         results[at] = parts[at]
     return results

@@ -53,9 +53,9 @@ def run(
         members(master) if owner is None else owner.parameters for owner, master in zip(owners, masters, strict=True)
     ]
     to_main_grad = isinstance(wgrad_accum, str)
-    delayed = [owner for owner in owners if owner is not None and owner.delayed is not None]
+    queued = [owner for owner in owners if owner is not None and owner.queue is not None]
     flagged = [own for own in parameters if to_main_grad and main_grad.needs_python(own)]
-    if delayed or flagged or [each for each in caches or () if each is not None]:
+    if queued or flagged or [each for each in caches or () if each is not None]:
         return _outside(name, arguments, wgrad_accum, implementation, out, grad_input, owners, caches)
     count, replaced = len(masters), [None] * len(masters)
     each = [wgrad_accum] * count if to_main_grad or count == 1 else wgrad_accum

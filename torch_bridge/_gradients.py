@@ -35,7 +35,7 @@ class Owner(NamedTuple):
     """
 
     parameters: tuple[Any, ...]
-    delayed: main_grad.Delayed | None
+    queue: main_grad.GradientQueue | None
     names: tuple[str, ...] = ()
     path: str = ""
 
@@ -60,24 +60,7 @@ WeightOperands = namedtuple("WeightOperands", "rows dy sizes into into_up")
 def weight_grad(run: Any, static: WeightFacts, o: WeightOperands) -> list[Any]:
     """The rule: the gradient of the weight, or of each of its halves."""
     op, weight, halves, accumulate = static
-    return [
-        gradients.weight_grad(run, op, weight, o.rows, o.dy, o.sizes, into=into, accumulate=accumulate, half=half)
-        for half, into in zip(halves, (o.into, o.into_up), strict=False)
-    ]
-
-
-def made_along(
-    run: Any, op: Linear, weight: OperandSpec, rows: Any, dy: Any, sizes: Any, new: bool
-) -> tuple[Any, Any, Any, Any]:
-    """The end of a rule that computes other gradients: (rows, dy) of a weight's, and that gradient if it is `new` here.
-
-    One of the two pairs is None. The gradient is that of the weight and None, or of its two halves.
-    """
-    if not new:
-        return rows, dy, None, None
-    halves = (1, 2) if op.paired else (0,)
-    whole, up = [*weight_grad(run, (op, weight, halves, False), WeightOperands(rows, dy, sizes, None, None)), None][:2]
-    return None, None, whole, up
+    return gradients.half_grads(run, op, weight, halves, *o[:3], into=o[3:], accumulate=accumulate)
 
 
 _WEIGHT_GRAD = define("weight_grad", weight_grad, WeightOperands, rows=("rows", "dy"), written=("into", "into_up"))
@@ -90,7 +73,7 @@ class WeightGradient:
     Attributes:
         op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as the main gradients return them.
         count: M.
-        made: the gradient of `made_along`, if it was computed along with others; then `rows` and `dy` are None.
+        made: the gradient and its second half, if they were computed along with others; then rows and dy are None.
     """
 
     op: Linear
@@ -101,34 +84,34 @@ class WeightGradient:
     count: Any
     made: Sequence[Any] = field(default=(None, None), kw_only=True)
 
-    def new(self, live: Sequence[int], count: int, *, packed: bool) -> list[Any]:
-        """New gradients for the tensors at `live` of a weight of `count` tensors; `packed`: it is one tensor."""
+    def new(self, trained: Sequence[int], count: int, *, packed: bool) -> list[Any]:
+        """New gradients for the tensors at `trained` of a weight of `count` tensors; `packed`: it is one tensor."""
         whole, up = self.made
         if whole is not None:
             return [whole, up] if self.op.paired else [whole] if packed else list(whole.unbind())
         if packed or self.op.paired:
-            return self.launch(self._halves(live), False, None, None)
-        if len(live) == count:
+            return self.launch(self._halves(trained), False, None, None)
+        if len(trained) == count:
             return list(self.launch((0,), False, None, None)[0].unbind())
-        shape, dtype = (len(live), *self.weight.shape[1:]), self.op.gradient_dtype(self.weight)
+        shape, dtype = (len(trained), *self.weight.shape[1:]), self.op.gradient_dtype(self.weight)
         parts = list(self.sizes.new_empty(shape, dtype=TORCH_DTYPES[dtype]).unbind())
-        self.into(parts, live, False, count=count, packed=False)
+        self.into(parts, trained, False, count=count, packed=False)
         return parts
 
     def into(
-        self, destinations: list[Tensor], live: Sequence[int], accumulate: bool, *, count: int, packed: bool
+        self, destinations: list[Tensor], trained: Sequence[int], accumulate: bool, *, count: int, packed: bool
     ) -> None:
-        """The same gradients, written or added into the caller's tensors, one for each of `live`."""
+        """The same gradients, written or added into the caller's tensors, one for each of `trained`."""
         into: Any
         into, into_up = (*destinations, None)[:2]
         if not packed and not self.op.paired:  # frozen members of a list have no destination
             into, into_up = [None] * count, None
-            for at, destination in zip(live, destinations, strict=True):
+            for at, destination in zip(trained, destinations, strict=True):
                 into[at] = destination
-        self.launch(self._halves(live), accumulate, into, into_up)
+        self.launch(self._halves(trained), accumulate, into, into_up)
 
-    def _halves(self, live: Sequence[int]) -> tuple[int, ...]:
-        return tuple([at + 1 for at in live]) if self.op.paired else (0,)
+    def _halves(self, trained: Sequence[int]) -> tuple[int, ...]:
+        return tuple([at + 1 for at in trained]) if self.op.paired else (0,)
 
     def launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
         """Computes the weight or these halves of it, into the destinations or into new tensors, which it returns."""
@@ -154,9 +137,9 @@ class Route:
 
     Attributes:
         name: of the argument, for messages. parts: number of tensors of the weight. packed: whether it is one tensor.
-        live: the tensors that need a gradient.
+        trained: the tensors that need a gradient.
         owners: the tensors or Parameters, if gradients go to accumulators or to a queue; () if they go to autograd.
-        accumulators: () if `main_grad` of the owners is used. delayed: the queue.
+        accumulators: () if `main_grad` of the owners is used. queue: of delayed gradients.
         flags: whether flags of the owners are set after accumulation.
         overwrite: for each tensor, whether its gradient replaces the content; None: ask the owners.
         owner: the module whose Parameters `owners` are, for messages.
@@ -165,10 +148,10 @@ class Route:
     name: str
     parts: int
     packed: bool
-    live: tuple[int, ...]
+    trained: tuple[int, ...]
     owners: Sequence[Any] = ()
     accumulators: Sequence[Tensor | None] = ()
-    delayed: main_grad.Delayed | None = None
+    queue: main_grad.GradientQueue | None = None
     flags: bool = False
     overwrite: tuple[bool, ...] | None = None
     owner: Owner | None = None
@@ -188,28 +171,28 @@ class Route:
             leaves: the tensors that receive gradients; () for a quantised weight without a master weight.
             owner: the module that owns the weight.
         """
-        delayed = None if owner is None else owner.delayed
+        queue = None if owner is None else owner.queue
         owners: Sequence[Any] = ()
-        if to_main_grad or len(accumulators) > 0 or delayed is not None:
+        if to_main_grad or len(accumulators) > 0 or queue is not None:
             stand_ins = leaves or [each for each in accumulators if each is not None]
             owners = stand_ins if owner is None else owner.parameters
         flags = to_main_grad and overwrite is None
-        facts = (self.name, self.parts, self.packed, self.live)
-        return Route(*facts, owners, accumulators, delayed, flags, overwrite, owner)
+        facts = (self.name, self.parts, self.packed, self.trained)
+        return Route(*facts, owners, accumulators, queue, flags, overwrite, owner)
 
     def deliver(self, gradient: WeightGradient | None, earlier: main_grad.Earlier = None) -> list[Tensor | None]:
         """The gradient for each tensor of the weight, None where it goes elsewhere; it is computed now, or queued.
 
         `earlier`: as in `main_grad.write`.
         """
-        if gradient is None or not self.live:
+        if gradient is None or not self.trained:
             return [None] * self.parts
         if not self.owners:
-            made = gradient.new(self.live, self.parts, packed=self.packed)
+            made = gradient.new(self.trained, self.parts, packed=self.packed)
             if len(made) == self.parts:
                 return made
             results: list[Tensor | None] = [None] * self.parts
-            for at, each in zip(self.live, made, strict=True):
+            for at, each in zip(self.trained, made, strict=True):
                 results[at] = each
             return results
         return main_grad.deliver(
@@ -217,11 +200,11 @@ class Route:
             self.owners,
             self.accumulators or None,
             self.overwrite,
-            self.live,
+            self.trained,
             partial(gradient.into, count=self.parts, packed=self.packed),
             flags=self.flags,
-            delayed=self.delayed,
-            operands=gradient.read() if self.delayed is None else gradient.tensors(),
+            queue=self.queue,
+            operands=gradient.read() if self.queue is None else gradient.tensors(),
             dtype=TORCH_DTYPES[gradient.op.gradient_dtype(gradient.weight)],
             earlier=earlier,
         )
@@ -236,11 +219,11 @@ def check_listed_once(*products: tuple[str, Sequence[Any]]) -> None:
     Raises:
         ValueError: two weights that need a gradient are the same tensor, or overlap in memory.
     """
-    live = [each for _, weights in products for each in weights if each.requires_grad]
+    trained = [each for _, weights in products for each in weights if each.requires_grad]
     if is_compiling():  # there are no addresses
-        if len(set(live)) == len(live):
+        if len(set(trained)) == len(trained):
             return
-    elif not live or _apart(live):
+    elif not trained or _apart(trained):
         return
     names = [name for argument, weights in products for name in leaf_names(weights, argument)]
     named = zip(names, [each for _, weights in products for each in weights], strict=True)
@@ -251,10 +234,10 @@ def check_listed_once(*products: tuple[str, Sequence[Any]]) -> None:
                 raise memory.listed_twice(name, other, "an accumulator")
 
 
-def _apart(live: Sequence[Any]) -> bool:
-    if set(map(type, live)) <= {Tensor, torch.nn.Parameter} and not live[0].is_meta:
-        return _addresses_apart(EXCHANGE.addresses(live), tuple([each.nbytes for each in live]))
-    return memory.are_apart([_place(each) for each in live])
+def _apart(trained: Sequence[Any]) -> bool:
+    if set(map(type, trained)) <= {Tensor, torch.nn.Parameter} and not trained[0].is_meta:
+        return _addresses_apart(EXCHANGE.addresses(trained), tuple([each.nbytes for each in trained]))
+    return memory.are_apart([_place(each) for each in trained])
 
 
 @lru_cache(maxsize=1024)

@@ -120,7 +120,7 @@ def load(
     flat, modules = _flattened(like)
     flat, shard = _own_experts(flat, modules, shard)
     ranks = shard_option(shard)
-    target, quantised = checkpoint_tensors.taken_apart(flat)
+    target, quantised = checkpoint_tensors.flatten(flat)
     reader = dequantized(opened(path, prefix), convert=convert)
     weights = _quantised(modules)
     entries = {key: _facts(value) for key, value in target.items()}

@@ -187,10 +187,10 @@ def grouped_mlp_bwd_dw(
     with torch.no_grad():
         for at in (1, 0):
             weights, accumulators, (count, packed) = d.weights[at], to[at], d.lists[at]
-            live = tuple([n for n in range(len(weights)) if not accumulators or accumulators[n] is not None])
+            trained = tuple([n for n in range(len(weights)) if not accumulators or accumulators[n] is not None])
             # The parts always add; attributes of Parameters count only for `wgrad_accum="main_grad"`.
             owners = weights if accumulators else ()
-            route = Route(MLP.weights[at], count, packed, live, owners, accumulators, overwrite=(False,) * count)
+            route = Route(MLP.weights[at], count, packed, trained, owners, accumulators, overwrite=(False,) * count)
             found = route.deliver(d.work[at])
             is_none = all(each is None for each in found)  # no gradient was computed, or all were added
             results.append(None if is_none else found[0] if packed else found)

@@ -23,7 +23,7 @@ from torch_bridge._args import Arguments, Members, linear_arguments
 from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import NAMES
-from torch_bridge._gradients import WeightGradient, made_along
+from torch_bridge._gradients import WeightGradient
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
 from torch_bridge._scaling import Scaling
@@ -136,7 +136,7 @@ def _main_grads_rule(run: Any, static: tuple[Linear, LinearSpecs, Needs, bool], 
     (extras,) = o.extras or _NO_EXTRAS
     options: dict[str, Any] = {"needs": needs, "grad_input": o.grad_input, "extras": extras}
     *found, rows, dy = gradients.main_grads(run, op, specs, *o[:-2], **options)[:5]
-    return *found, *made_along(run, op, specs[1], rows, dy, o.sizes, new_w)
+    return *found, *gradients.with_weight_grad(run, op, specs[1], rows, dy, o.sizes, wanted=new_w)
 
 
 _MAIN_GRADS = define(

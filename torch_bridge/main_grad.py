@@ -10,8 +10,8 @@ The contract is that of Megatron and TransformerEngine, per weight, with these a
 `__fsdp_param__`            if it exists, `main_grad` comes from `get_main_grad()` whenever it is written
 ==========================  ==========================================================================================
 
-Delayed gradients wait in a `Delayed` of their module: the main backward then returns None, writes nothing and sets no
-flag; all of that happens when the entry runs.
+Delayed gradients wait in a `GradientQueue` of their module: the main backward then returns None, writes nothing and
+sets no flag; all of that happens when the entry runs.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def write(
     weights: Sequence[Tensor],
     given: Sequence[Tensor | None] | None,
     overwrite: Sequence[bool] | None,
-    live: Sequence[int],
+    trained: Sequence[int],
     launch: Write,
     operands: Sequence[Any] = (),
     earlier: Earlier = None,
 ) -> None:
-    """Writes the gradients of the weights at `live`, with one launch per dtype and mode (add or overwrite).
+    """Writes the gradients of the weights at `trained`, with one launch per dtype and mode (add or overwrite).
 
     Args:
         given: destinations instead of `main_grad`. overwrite: values instead of the attribute, for graphs that read it
@@ -102,7 +102,7 @@ def write(
     """
     batches: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[int]]] = {}
     found: list[Tensor] = []
-    for at in live:
+    for at in trained:
         to = given[at] if given is not None else None
         if to is None:
             to = destination(weights[at], names[at])
@@ -112,9 +112,9 @@ def write(
         groups.append(at)
         found.append(to)
     if given is None:
-        places = _check_apart(names, live, found, weights, operands, earlier or ())
+        places = _check_apart(names, trained, found, weights, operands, earlier or ())
         if earlier is not None:
-            earlier.append((names, live, found, places))
+            earlier.append((names, trained, found, places))
     for (_, accumulate), (tensors, groups) in batches.items():
         launch(tensors, groups, accumulate)
         note_written(tensors)
@@ -125,7 +125,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 def _check_apart(
     names: Sequence[str],
-    live: Sequence[int],
+    trained: Sequence[int],
     found: Sequence[Tensor],
     weights: Sequence[Tensor],
     operands: Sequence[Any],
@@ -135,7 +135,7 @@ def _check_apart(
 
     Returns their places if the quick test finds them; each pair of these is compared once.
     """
-    own = weights if len(live) == len(weights) else [weights[at] for at in live]
+    own = weights if len(trained) == len(weights) else [weights[at] for at in trained]
     uniform = _PLAIN.issuperset(map(type, own)) and type(found[0]) is Tensor and len({to.dtype for to in found}) == 1
     places = places_apart(found, own, operands) if uniform and not found[0].is_meta else None
     if places is not None:
@@ -144,9 +144,9 @@ def _check_apart(
                 break
         else:
             return places
-    given = sorted(zip(found, live, strict=True), key=lambda each: address(each[0]))
+    given = sorted(zip(found, trained, strict=True), key=lambda each: address(each[0]))
     written = [(f"main_grad of {names[at]}", to) for to, at in given]
-    read = [(names[at], weights[at]) for at in live if type(weights[at]) in _PLAIN]
+    read = [(names[at], weights[at]) for at in trained if type(weights[at]) in _PLAIN]
     read += [("x or dy", each) for each in operands if type(each) is Tensor]
     for others, numbers, theirs, _ in earlier:
         read += [(f"main_grad of {others[at]}", to) for at, to in zip(numbers, theirs, strict=True)]
@@ -172,33 +172,33 @@ def deliver(
     weights: Sequence[Any],
     given: Sequence[Tensor | None] | None,
     overwrite: Sequence[bool] | None,
-    live: Sequence[int],
+    trained: Sequence[int],
     launch: Write,
     *,
     flags: bool,
-    delayed: Delayed | None,
+    queue: GradientQueue | None,
     operands: Sequence[Any],
     dtype: torch.dtype,
     earlier: Earlier = None,
 ) -> list[Tensor | None]:
-    """What backward returns for each weight; those at `live` are written now, or later if there is a `delayed`.
+    """What backward returns for each weight; those at `trained` are written now, or later if there is a `queue`.
 
     Args:
         weights, given, overwrite, earlier: as in `write`.
         flags: whether the gradients go to `main_grad` of Parameters that may have flags to set.
-        operands: what `launch` reads, kept until the entry of `delayed` has run; without one, the rows.
+        operands: what `launch` reads, kept until the entry of `queue` has run; without one, the rows.
         dtype: of gradients that an entry adds to `.grad`.
     """
     results: list[Tensor | None] = [None] * len(weights)
-    if delayed is not None:
+    if queue is not None:
         tensors = [each for each in operands if each is not None]
         replaced = [overwrites(each) for each in weights]
         mark = (_versions(tensors), *_finished(tensors[0].device))
-        delayed.put(Entry(names, weights, live, replaced, flags, dtype, launch, tensors, *mark))
+        queue.put(Entry(names, weights, trained, replaced, flags, dtype, launch, tensors, *mark))
         return results
-    write(names, weights, given, overwrite, live, launch, operands, earlier)
+    write(names, weights, given, overwrite, trained, launch, operands, earlier)
     if flags:
-        for at in live:
+        for at in trained:
             results[at] = returned(weights[at])
     return results
 
@@ -242,7 +242,7 @@ class Entry(NamedTuple):
 
     names: Sequence[str]
     weights: Sequence[Any]
-    live: Sequence[int]
+    trained: Sequence[int]
     overwrite: Sequence[bool]  # as they were in the main backward
     to_main_grad: bool
     dtype: torch.dtype  # of gradients that go to `.grad`, before the cast to the Parameter's dtype
@@ -265,16 +265,17 @@ class Entry(NamedTuple):
                 "expected the values of then; call backward_dw before x or the gradient of y is written."
             )
         if self.to_main_grad:
-            write(self.names, self.weights, None, self.overwrite, self.live, self.launch, self.operands)
-            for at in self.live:
+            write(self.names, self.weights, None, self.overwrite, self.trained, self.launch, self.operands)
+            for at in self.trained:
                 placeholder = returned(self.weights[at])
                 if placeholder is not None and self.weights[at].grad is None:
                     self.weights[at].grad = distributed_like(self.weights[at], placeholder)
             return
         # Gradients are rounded before they are added, as in autograd.
-        new = [local(self.weights[at]).new_empty(local(self.weights[at]).shape, dtype=self.dtype) for at in self.live]
-        self.launch(new, list(self.live), False)
-        for at, gradient in zip(self.live, new, strict=True):
+        own = [local(self.weights[at]) for at in self.trained]
+        new = [each.new_empty(each.shape, dtype=self.dtype) for each in own]
+        self.launch(new, list(self.trained), False)
+        for at, gradient in zip(self.trained, new, strict=True):
             _add_to_grad(now[at], gradient, is_whole=now[at] is not self.weights[at])
 
 
@@ -326,7 +327,7 @@ def _await(entry: Entry) -> None:
             each.record_stream(stream)
 
 
-class Delayed:
+class GradientQueue:
     """A module's queue of delayed weight gradients, oldest first, and the hooks that follow them.
 
     A copy, including an unpickled one, starts empty: pending gradients and hooks belong to the original's Parameters.
@@ -336,8 +337,8 @@ class Delayed:
         self._entries: deque[Entry] = deque()
         self.hooks: list[Callable[[], Any]] = []
 
-    def __reduce__(self) -> tuple[type[Delayed], tuple[()]]:
-        return Delayed, ()
+    def __reduce__(self) -> tuple[type[GradientQueue], tuple[()]]:
+        return GradientQueue, ()
 
     def __len__(self) -> int:
         """The number of backward passes that are pending: one may queue an entry for each of several weights."""
@@ -386,7 +387,7 @@ class Delayed:
 class HasDelayed(Protocol):
     """A layer with its own queue of delayed gradients."""
 
-    delayed: Delayed
+    queue: GradientQueue
 
     def trained_parameters(self) -> Sequence[Any]:
         """Its weights, in the order of their groups, or the factors of its adapter."""
@@ -398,9 +399,9 @@ def backward_dw(layers: Sequence[HasDelayed], *, every: bool) -> None:
 
     No hook runs while a CUDA graph is captured; the caller then calls `fire_wgrad_hooks` after each replay.
     """
-    while ran := [layer for layer in layers if layer.delayed.run_oldest(layer.trained_parameters())]:
+    while ran := [layer for layer in layers if layer.queue.run_oldest(layer.trained_parameters())]:
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             for layer in ran:
-                layer.delayed.fire()
+                layer.queue.fire()
         if not every:
             return

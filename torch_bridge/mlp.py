@@ -16,6 +16,7 @@ from torch import Tensor
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
+from grouped_core.gradients import with_weight_grad
 from grouped_core.mlp_spec import Mlp, MlpNeeds, MlpSpecs, Residuals, kept, needs_dh
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
@@ -25,7 +26,7 @@ from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
 from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import MLP_NAMES
-from torch_bridge._gradients import WeightGradient, made_along
+from torch_bridge._gradients import WeightGradient
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Rule, prepare
 from torch_bridge._scaling import Scaling
@@ -136,7 +137,7 @@ _HiddenOperands = namedtuple("_HiddenOperands", "x h z wi wo sizes probs wi_bias
 def _hidden_rule(run: Any, static: GradFacts, o: _HiddenOperands) -> tuple[Any, ...]:
     op, specs, needs, new_wo = static
     *found, z, dy = rules.at_hidden(run, op, specs, *o[:-1], needs=needs, extras=o.extras or NO_EXTRAS)[:6]
-    return *found, *made_along(run, op.fc2(), specs.wo, z, dy, o.sizes, new_wo)
+    return *found, *with_weight_grad(run, op.fc2(), specs.wo, z, dy, o.sizes, wanted=new_wo)
 
 
 _AT_HIDDEN = define(
@@ -155,7 +156,8 @@ def _first_rule(run: Any, static: GradFacts, o: _FirstOperands) -> tuple[Any, ..
     op, specs, needs, new_wi = static
     options = {"grad_input": o.grad_input, "extras": (o.extras or NO_EXTRAS)[0]}
     found = rules.first_product(run, op, specs, o.x, o.wi, o.sizes, o.dh, o.of_dh, needs=needs, **options)
-    return found.x, found.bias, *made_along(run, op.fc1(), specs.wi, found.rows, found.dy, o.sizes, new_wi)
+    own = with_weight_grad(run, op.fc1(), specs.wi, found.rows, found.dy, o.sizes, wanted=new_wi)
+    return found.x, found.bias, *own
 
 
 _FIRST_PRODUCT = define(

@@ -19,6 +19,7 @@ from grouped_core import routed as rules
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import QTensor
+from grouped_core.gradients import with_weight_grad
 from grouped_core.mlp_spec import Mlp, MlpNeeds, Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing import Order
@@ -27,7 +28,7 @@ from torch_bridge._args import Accumulators, Arguments, Members
 from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import ROUTED_NAMES
-from torch_bridge._gradients import WeightFacts, WeightGradient, WeightOperands, made_along, weight_grad
+from torch_bridge._gradients import WeightFacts, WeightGradient, WeightOperands, weight_grad
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
 from torch_bridge._routed_args import routed_arguments, rows_of_tokens
@@ -132,7 +133,7 @@ def _hidden_rule(run: Any, static: GradFacts, o: HiddenOperands) -> tuple[Any, .
     probs: Any = specs.probs
     options: dict[str, Any] = {"weights_dtype": probs.dtype, "extras": o.extras or NO_EXTRAS}
     *found, z, dy = rules.at_hidden(run, op, specs, *operands, needs, **options)[:6]
-    return *found, *made_along(run, op.fc2(), specs.wo, z, dy, o.sizes, new_wo)
+    return *found, *with_weight_grad(run, op.fc2(), specs.wo, z, dy, o.sizes, wanted=new_wo)
 
 
 _AT_HIDDEN = define(
@@ -157,7 +158,8 @@ def _first_rule(run: Any, static: GradFacts, o: FirstOperands) -> tuple[Any, ...
     rows = found.rows
     if new_wi and gathers_late:
         rows = rules.first_rows(run, op.fc1(), specs.wi, o.x, o.source, o.inverse, o.sizes, extras.x)
-    return found.x, found.bias, *made_along(run, op.fc1(), specs.wi, rows, found.dy, o.sizes, new_wi)
+    own = with_weight_grad(run, op.fc1(), specs.wi, rows, found.dy, o.sizes, wanted=new_wi)
+    return found.x, found.bias, *own
 
 
 _FIRST_PRODUCT = define(

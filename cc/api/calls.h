@@ -14,11 +14,11 @@
 
 namespace grouped {
 
-// The scales of two quantised operands (numerics 2.4), and how their blocks lie. A value is code * scale * group scale;
-// what is absent counts as 1. An operand of uint8 holds two E2M1 codes a byte, the even one in the low half, along its
-// last axis. The blocks of a weight lie along its last axis, which rhs_axis = 2 contracts. With rhs_axis = 1
-// `grouped_matmul` and `grouped_matmul_dact` contract the other axis of the same values, `grouped_matmul_act` only that
-// of 8-bit codes without scales of blocks.
+// The scales of two quantised operands (numerics 2.4), and how their blocks are laid out. A value is code * scale *
+// group scale; what is absent counts as 1. An operand of uint8 holds two E2M1 codes per byte, the even one in the low
+// half, along its last axis. The blocks of a weight run along its last axis, which rhs_axis = 2 contracts. With
+// rhs_axis = 1 `grouped_matmul` and `grouped_matmul_dact` contract the other axis of the same values,
+// `grouped_matmul_act` only that of 8-bit codes without scales of blocks.
 struct OperandScales {
   TensorView lhs_scales;  // of blocks along the contracted axis; shapes below
   TensorView rhs_scales;  // likewise
@@ -76,9 +76,9 @@ struct LowRank {
 //   accumulate is not written. lhs_half and rhs_half: 1, 2 read the first, second half of that operand's columns only.
 //   Quantised operands have rows padded to segments: with `segment` = S, group g starts at row S * sum of
 //   ceil(size / S) of the groups before it, of a fixed number P of rows; lhs is [P, A], rhs [P, B], or, with `turned`,
-//   [A, P] and [B, P]. A group's segment is contracted whole: behind its last row lie zero codes, or the rest of a
+//   [A, P] and [B, P]. A group's segment is contracted whole: behind its last row are zero codes, or the rest of a
 //   rotated block.
-// Neither a weight in two arrays nor halves of columns stand beside quantised operands, or beside a low-rank product.
+// Neither a weight in two arrays nor halves of columns come beside quantised operands, or beside a low-rank product.
 // Shapes of block scales, C contracted, b the block: float32 [C/b, M] for lhs, [G, N/outer, C/b] for rhs; with segments
 //   [P/b, A] and [P/b, B]; of other types [M, C/b] for lhs, the same for the rest. Divisions round up.
 // Sums are fp32; the order of the epilogue is scale, bias, row scale, accumulate, one rounding (numerics 1).
@@ -91,8 +91,8 @@ struct GroupedMatmul {
   TensorView row_scale;   // ragged rows only
   TensorView into;        // the caller's buffer, the same memory as `result`; data is null where into_table is present
   TensorView rhs_table;   // addresses of one [K, N] (or [N, K]) weight per group
-  TensorView bias_table;  // addresses of one [N] bias a group
-  TensorView into_table;  // addresses of one [A, B] destination a group; 0 skips the group
+  TensorView bias_table;  // addresses of one [N] bias per group
+  TensorView into_table;  // addresses of one [A, B] destination per group; 0 skips the group
   TensorView rhs_up;      // the rest of the contraction, shaped as `rhs`; ragged rows only
   OperandScales scales;
   LowRank low;  // ragged rows only
@@ -157,7 +157,7 @@ struct LowRankGrads {
   TensorView factor;    // data is null where factor_table is present
   TensorView low_rows;  // what `factor` multiplied in forward
   TensorView group_sizes;
-  TensorView factor_table;  // addresses of one factor a group
+  TensorView factor_table;  // addresses of one factor per group
   TensorView rows_grad, factor_grad;
   int64_t factor_axis = 2;      // that of N
   int64_t batch_invariant = 0;  // the next four as in GroupedMatmul
@@ -202,7 +202,7 @@ struct RowDot {
   static constexpr const char* kName = "row_dot";
   TensorView group_sizes, lhs, rhs, group_lhs;
   TensorView group_rhs;        // data is null where group_rhs_table is present
-  TensorView group_rhs_table;  // addresses of one [N] vector a group
+  TensorView group_rhs_table;  // addresses of one [N] vector per group
   TensorView result;
 
   template <class Visitor>
@@ -321,7 +321,7 @@ struct StoredBuffers {
 // asked for, from one pass:
 //   values, the last axis contracted:   [M, X] or [G, A, B]
 //   cross_values, the axis before it:   rows padded to segments, [P, X] or turned [X, P] (see GroupedMatmul); [G, B, A]
-// of E4M3, E5M2, or uint8 with two E2M1 codes a byte along the last axis, whose length is then halved, rounding up.
+// of E4M3, E5M2, or uint8 with two E2M1 codes per byte along the last axis, whose length is then halved, rounding up.
 // Block scales have the shapes that GroupedMatmul reads; group scales are float32 [G]. Blocks along rows start again
 // with each group. Rows past the groups and padding hold what quantising zeros gives.
 struct Storing : StoredForms {
@@ -417,7 +417,7 @@ struct GroupedMatmulAct {
   TensorView bias;  // data is null where bias_table is present
   TensorView row_scale;
   TensorView rhs_table;   // addresses of one weight per group
-  TensorView bias_table;  // addresses of one [W] bias a group
+  TensorView bias_table;  // addresses of one [W] bias per group
   TensorView rhs_up;      // the linear halves; then rhs has the gates, [G, K, F] or [G, F, K], not interleaved
   OperandScales scales;
   LowRank low;
@@ -578,7 +578,7 @@ struct Quantize : Storing, StoredBuffers {
   static constexpr const char* kName = "quantize";
   TensorView source;  // float32, bfloat16 or float16; data is null where source_table is present
   TensorView places;
-  TensorView group_sizes;   // absent: weights, one member a group
+  TensorView group_sizes;   // absent: weights, one member per group
   TensorView source_table;  // addresses of one [A, B] weight per group
   TensorView skip;          // not zero leaves every result as it is; wants all `into_`
   int64_t slots = 1;
@@ -635,7 +635,7 @@ struct Dequantize {
 };
 
 // Weights [G, A, B] that are quantised in parts, each by the rank that holds it: two calls, and between them a maximum
-// of `amax` over ranks, as int32. `source_table` [3, G] int64 has for each member the address of the elements that lie
+// of `amax` over ranks, as int32. `source_table` [3, G] int64 has for each member the address of the elements that are
 // here, 0 for none, which of the member's A * B elements is the first, and how many there are; a first one of -1 leaves
 // the member's codes and scales as they are. `source` says shape and dtype and has no data.
 //

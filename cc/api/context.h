@@ -19,8 +19,8 @@ class Pool;  // cc/api/pool.h
 
 constexpr int kEveryPart = -1;
 
-// Memory of the caller that holds zeros when the launches of one call run, in pieces for those who want some. Callers
-// of several launches clear it once, where each launch would clear memory of its own.
+// Memory of the caller that holds zeros when the launches of one call run, in pieces for launches that ask for them.
+// Callers of several launches clear it once, where each launch would clear memory of its own.
 class ZeroMemory {
  public:
   ZeroMemory(void* memory, size_t bytes) : next_(static_cast<char*>(memory)), left_(memory == nullptr ? 0 : bytes) {}

@@ -6,7 +6,7 @@
 
 namespace grouped {
 
-// The weight as if it lay in one piece, `rhs` before `rhs_up`; without an address if it does not.
+// The weight as if it were in one piece, `rhs` before `rhs_up`; without an address if it is not.
 inline TensorView joined_rhs(TensorView rhs, const TensorView& rhs_up, int64_t axis) {
   if (!rhs_up.present()) return rhs;
   rhs.dims[axis] *= 2;
@@ -19,7 +19,7 @@ inline TensorView whole_rhs(const GroupedMatmulAct& call) {
 }
 inline TensorView whole_rhs(const GroupedMatmulDact& call) { return call.rhs; }  // never in two arrays
 
-// Columns of a matrix, or vector a group, that a call reads or makes.
+// Columns of a matrix, or of one vector per group, that a call reads or makes.
 struct Columns {
   int64_t first, count;
 };

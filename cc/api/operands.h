@@ -11,7 +11,7 @@ inline bool is_plain(DType dtype) { return dtype == DType::f32 || dtype == DType
 inline bool is_fp8(DType dtype) { return dtype == DType::e4m3fn || dtype == DType::e5m2; }
 inline bool is_code(DType dtype) { return is_fp8(dtype) || dtype == DType::u8; }
 
-// Rows [count, width], not of anybody's memory yet unless `data` is given.
+// Rows [count, width], without memory unless `data` is given.
 inline TensorView matrix_of(DType dtype, int64_t count, int64_t width, void* data = nullptr) {
   TensorView rows;
   rows.data = data;
@@ -22,7 +22,7 @@ inline TensorView matrix_of(DType dtype, int64_t count, int64_t width, void* dat
   return rows;
 }
 
-// Elements along the last axis; uint8 holds two codes a byte.
+// Elements along the last axis; uint8 holds two codes per byte.
 inline int64_t last_axis(const TensorView& t) { return t.dims[t.rank - 1] * (t.dtype == DType::u8 ? 2 : 1); }
 
 inline const float* floats_or_null(const TensorView& t) { return t.present() ? t.as<const float>() : nullptr; }
@@ -54,8 +54,8 @@ DType multiplied_type(const Call& call) {
   return narrow(call.lhs.dtype) && narrow(call.rhs.dtype) ? DType::bf16 : DType::f32;
 }
 
-// Length of the contracted axis of ragged rows. Where one operand has two codes a byte and the other has not, the last
-// code may stand for nothing.
+// Length of the contracted axis of ragged rows. Where one operand has two codes per byte and the other has not, the
+// last code may be padding.
 template <class Call>
 int64_t contracted_length(const Call& call) {
   const TensorView weight = whole_rhs(call);

@@ -1,4 +1,4 @@
-// The native calls of routing: which experts a token goes to, where its rows lie, and how rows are gathered and
+// The native calls of routing: which experts a token goes to, where its rows are, and how rows are gathered and
 // summed. docs/numerics.md, "Routing", has the arithmetic.
 //
 // Letters: T tokens, E experts, k experts per token, S sequences, M rows sorted by expert, H columns, G groups (experts
@@ -66,7 +66,7 @@ struct ScoreParams {
 
 // The k experts of each token, best first, and their weights. Experts are ranked by `ranking`, or else by the score (by
 // the logit with after_topk), plus the bias; ties go to the lower index, NaN ranks first. With topk_groups, only those
-// of the best groups take part: experts lie in num_groups groups of equal size, and a group's score is the sum of its
+// of the best groups take part: experts are in num_groups groups of equal size, and a group's score is the sum of its
 // group_topk best. `given` replaces the choice. Masked tokens have experts -1 and weights of zero.
 struct Router {
   static constexpr const char* kName = "router";
@@ -262,7 +262,7 @@ struct SortSlots {
 };
 
 // The order of slots by expert, cut into what each rank of an exchange gets. Rank d owns E / P consecutive experts; its
-// rows of the order, at most B of them, stand from place d * B on, and those behind the first B are dropped. `places`
+// rows of the order, at most B of them, have places from d * B on, and those behind the first B are dropped. `places`
 // has the place of each slot; `sent`, `experts` and `row_weights` tell what each place holds.
 struct SendOrder {
   static constexpr const char* kName = "send_order";
@@ -343,7 +343,7 @@ struct RowSlots {
   }
 };
 
-// Where rows lie once each group is padded to a multiple of `align` rows (an empty one stays empty): padded sizes, the
+// Where rows are once each group is padded to a multiple of `align` rows (an empty one stays empty): padded sizes, the
 // row that each padded row holds, -1 for padding, and the place of each row, -1 for rows past the groups.
 struct PadGroups {
   static constexpr const char* kName = "pad_groups";
@@ -390,8 +390,8 @@ struct GatherRows {
   }
 };
 
-// result[t] = sum over places j of weights[t, j] * rows[inverse[t, j]], j rising, in fp32: a product and a sum a place,
-// each rounded, and one rounding to the result's type. Places whose index is outside of 0 ... M - 1 add nothing.
+// result[t] = sum over places j of weights[t, j] * rows[inverse[t, j]], j rising, in fp32: a product and a sum per
+// place, each rounded, and one rounding to the result's type. Places whose index is outside of 0 ... M - 1 add nothing.
 struct CombineRows {
   static constexpr const char* kName = "combine_rows";
   TensorView rows, inverse;
@@ -454,7 +454,7 @@ struct BiasUpdate {
   }
 };
 
-// counts[e, i] = tokens whose margin alpha_t - score_te lies in bin i of [low, high), margins outside in the first and
+// counts[e, i] = tokens whose margin alpha_t - score_te is in bin i of [low, high), margins outside in the first and
 // the last bin; alpha_t is the (k + 1)-th largest of score + bias. Masked tokens and NaN margins count nowhere.
 struct MarginHistogram {
   static constexpr const char* kName = "margin_histogram";

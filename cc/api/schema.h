@@ -1,7 +1,7 @@
 // What calls.h and routing.h say of each slot and parameter of a call, read off `visit` once for each kind of call.
 //
-// A slot's words are its shapes and its element types: "[M, N] plain", "[M] | [T, k] int32", "as result". In a shape
-// stand
+// A slot's words are its shapes and its element types: "[M, N] plain", "[M] | [T, k] int32", "as result". A shape
+// contains
 //   a number       that length
 //   a letter       a length that is the same wherever the call has the letter, within the limits of `kLengths` in
 //                  schema.cc

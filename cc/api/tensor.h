@@ -71,7 +71,7 @@ struct TensorView {
   }
 };
 
-// A buffer as a matrix: what lies before an axis, and the elements from the axis on.
+// A buffer as a matrix: what comes before an axis, and the elements from the axis on.
 struct SplitAt {
   int64_t outer = 1;
   int64_t inner = 1;

@@ -12,7 +12,7 @@ namespace grouped {
 // slice s is scales[s * slice_stride + l / line_block * line_stride + i / run_block * run_stride].
 struct Widening {
   const void* values;
-  DType type;          // E4M3, E5M2, uint8 (two E2M1 codes a byte), or plain
+  DType type;          // E4M3, E5M2, uint8 (two E2M1 codes per byte), or plain
   int64_t pitch;       // elements from one line in memory to the next
   const void* scales;  // null: none
   DType scale_type;    // float32, E8M0 or E4M3

@@ -1,4 +1,4 @@
-// The extension module grouped_core._native: what the faces and the tests see of the native side.
+// The extension module grouped_core._native: what the frontends and the tests see of the native side.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -114,7 +114,7 @@ struct Addresses {
   }
 };
 
-// An address does not tell how much memory is there; callers who have tensors are checked (exchange.cc, dlpack.cc).
+// An address does not tell how much memory is there; callers that have tensors are checked (exchange.cc, dlpack.cc).
 void launch(const Plan& plan, nb::list addresses, uintptr_t stream) {
   const Addresses given(plan, std::move(addresses));
   const uintptr_t workspace = given.values[plan.slots];

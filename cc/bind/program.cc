@@ -37,7 +37,7 @@ nb::list list_of(size_t count) {
   return list;
 }
 
-// A plan whose operands stand in a list of tensors: what `Plan.launch` does, without an address in Python's hands.
+// A plan with its operands in a list of tensors: what `Plan.launch` does, without an address in Python's hands.
 class Launcher {
  public:
   Launcher(nb::object exchange, nb::object plan, std::vector<int> registers, std::vector<size_t> offsets, int part)

@@ -1,4 +1,4 @@
-// Group sizes on the CPU: who owns which rows.
+// Group sizes on the CPU: which group owns which rows.
 #pragma once
 
 #include <algorithm>

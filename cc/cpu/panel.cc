@@ -45,7 +45,7 @@ static_assert(kPanelRows % kTileRows == 0 && kChunkColumns % kTileColumns == 0, 
 // Not shared with other files: of inline functions the linker keeps one, and this file is built for newer sets, too.
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-// uint8 holds two codes a byte.
+// uint8 holds two codes per byte.
 constexpr int64_t code_bytes(DType dtype, int64_t codes) {
   return dtype == DType::u8 ? ceil_div(codes, 2) : codes * dtype_bytes(dtype);
 }
@@ -151,8 +151,8 @@ void pack_across(const typename Panel::Stored* from, int64_t stride, int64_t out
   }
 }
 
-// All panels of `outer` by `depth`, one behind the other, `Step` rows (columns) in each. Memory is read in the order in
-// which it lies: where the outer axis is contiguous, a few steps of depth for all panels before the next few.
+// All panels of `outer` by `depth`, one behind the other, `Step` rows (columns) in each. Memory is read in the order
+// of its addresses: where the outer axis is contiguous, a few steps of depth for all panels before the next few.
 template <class Panel, int Step, int Width>
 void pack(const PanelOperand& operand, int64_t outer_begin, int64_t outer, int64_t depth_begin, int64_t depth,
           uint32_t* panels) {
@@ -324,7 +324,7 @@ void encode(DType dtype, const float* from, int64_t count, void* to) {
 
 // ---- The block.
 
-// Where the depths of rhs from k on lie, and how many lie there in one piece.
+// Where the depths of rhs from k on are, and how many are there in one piece.
 struct Source {
   const PanelOperand& operand;
   int64_t begin;

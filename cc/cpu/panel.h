@@ -23,8 +23,8 @@ struct PanelScales {
 };
 
 // An operand with an outer axis (rows of lhs, columns of rhs) and the contracted axis (depth). One stride is 1, both
-// count elements; of uint8, which holds two E2M1 codes a byte, they count codes. The product is of outer elements from
-// `outer_first` on and of all depth, counted from `data`.
+// count elements; of uint8, which holds two E2M1 codes per byte, they count codes. The product is of outer elements
+// from `outer_first` on and of all depth, counted from `data`.
 struct PanelOperand {
   const void* data;
   DType dtype;
@@ -83,7 +83,7 @@ struct Isa {
   // Magnitudes as bits: the largest of a row;  amax[i] = the larger of it and |x[i]|.
   uint32_t (*row_amax)(const float* x, int64_t count);
   void (*column_amax)(const float* x, int64_t count, uint32_t* amax);
-  // codes[i] of x[i] * e[i], and back, one a byte; `type` is E4M3, E5M2, or uint8 for E2M1.
+  // codes[i] of x[i] * e[i], and back, one per byte; `type` is E4M3, E5M2, or uint8 for E2M1.
   void (*encode_codes)(DType type, const float* x, const float* e, int64_t count, uint8_t* codes);
   void (*decode_codes)(DType type, const uint8_t* codes, int64_t count, float* values);
 };

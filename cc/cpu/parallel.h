@@ -32,7 +32,7 @@ void parallel_for(Pool* pool, int64_t tasks, const std::function<void(int64_t)>&
 // process may keep busy (processors.h).
 Pool& own_pool();
 
-// The same pool for a caller who wants no more than `threads` at once; 0: as many as there are.
+// The same pool for a caller that wants no more than `threads` at once; 0: as many as there are.
 class ThreadsOf final : public Pool {
  public:
   ThreadsOf(Pool& pool, int threads) : pool_(pool), threads_(threads) {}

@@ -1,6 +1,6 @@
 // Vectors of one instruction set: included once by a source that CMake compiles for each set with GROUPED_ISA naming
 // the namespace. Everything here is internal to that namespace, so that no copy built for a newer set can be linked
-// into code for an older one. GCC's vector types carry what they can; intrinsics stand where the choice matters.
+// into code for an older one. GCC's vector types carry what they can; intrinsics are used where the choice matters.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// How quantised arrays lie, for the CPU kernels that write and read them (numerics 2.4; cc/api/calls.h has the shapes).
+// Quantised arrays in memory, for the CPU kernels that write and read them (numerics 2.4; shapes: cc/api/calls.h).
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ struct Band {
 
 class StoredGroups {
  public:
-  // Rows [M, X] of groups, or, without sizes, weights [G, A, B], a member a group.
+  // Rows [M, X] of groups, or, without sizes, weights [G, A, B], one member per group.
   StoredGroups(const TensorView& shape, const TensorView& group_sizes, int64_t segment) {
     const bool ragged = group_sizes.present();
     std::vector<int64_t> ends;
@@ -68,7 +68,7 @@ class StoredGroups {
   int64_t end_ = 0, padded_ = 0, bands_ = 0;
 };
 
-// `count` codes, one a byte, to where code `first` of a row starts; two a byte for E2M1, where `first` is even.
+// `count` codes, one per byte, to where code `first` of a row starts; two per byte for E2M1, where `first` is even.
 inline void put_codes(DType type, const uint8_t* codes, int64_t count, uint8_t* row, int64_t first) {
   if (type != DType::u8) {
     memcpy(row + first, codes, static_cast<size_t>(count));

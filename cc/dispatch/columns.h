@@ -1,5 +1,5 @@
-// Columns of a product with ragged rows. Where the weight is packed along them, two codes a byte, the last code may
-// stand for nothing, so another operand tells.
+// Columns of a product with ragged rows. Where the weight is packed along them, two codes per byte, the last code may
+// be padding, so another operand gives their number.
 #pragma once
 
 #include "cc/api/halves.h"

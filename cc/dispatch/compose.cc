@@ -1,5 +1,5 @@
 // A grouped product and an activation, one after the other through dispatch. Workspace: the matrix between the two
-// where the caller does not ask for it, rounded to its compute type, then what the two need, who share it. A weight in
+// where the caller does not ask for it, rounded to its compute type, then memory that the two share. A weight in
 // two arrays makes two products, each of which writes its half of that matrix.
 #include "cc/dispatch/compose.h"
 

@@ -45,7 +45,7 @@ template <class Call>
 std::string refusal_of(const Kernel<Call>& kernel, const Call& call, const Target& target);
 
 // `implementation` pins: empty asks the table; a comma list of kernel names asks these alone, in the list's order;
-// "reference" stands for the kernels of kind `reference` and `composed`, "composed" for the latter.
+// "reference" names the kernels of kind `reference` and `composed`, "composed" for the latter.
 template <class Call>
 Choice<Call> choose(const Call& call, const Target& target, const std::string& implementation);
 

@@ -194,7 +194,7 @@ class Asker {
 template <class Call>
 std::string illegal(const Call& call) {
   Asker asker(Rows::of<Call>());
-  const_cast<Call&>(call).visit(asker);  // `visit` serves those who write, too; this one reads
+  const_cast<Call&>(call).visit(asker);  // `visit` serves visitors that write, too; this one reads
   return asker.wrong;
 }
 

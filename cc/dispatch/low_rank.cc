@@ -1,5 +1,5 @@
 // A product with a low-rank one beside it, where no kernel adds both in its sums: each gives fp32 rows, with bias and
-// row scale, and one pass adds and rounds them. Workspace: the rows of both, then what the three need, who share it.
+// row scale, and one pass adds and rounds them. Workspace: the rows of both, then memory that the three share.
 // And the gradients of a low-rank product, where no kernel makes them in one pass: two products that share their
 // workspace.
 #include <algorithm>

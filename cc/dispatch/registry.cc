@@ -1,4 +1,4 @@
-// The tables, best first, one a platform. A kernel that is not listed here does not exist; nothing registers itself.
+// The tables, best first, one per platform. A kernel that is not listed here does not exist; nothing registers itself.
 #include "cc/dispatch/compose.h"
 #include "cc/dispatch/dispatch.h"
 #include "cc/dispatch/stored.h"
@@ -221,7 +221,7 @@ Table<ShardCast> table<ShardCast>(Platform platform) {
   return rows_if(platform == Platform::cpu, cpu);
 }
 
-// Routing: one kernel a platform and call.
+// Routing: one kernel per platform and call.
 #if GROUPED_WITH_CUDA
 #define GROUPED_TABLE(Call, name)                                     \
   template <>                                                         \

@@ -19,7 +19,7 @@ int64_t padded_rows(int64_t rows, int64_t groups, int64_t segment) {
   return (rows + groups * (segment - 1)) / segment * segment;
 }
 
-// Block scales of an operand whose float32 ones lie as `fp32` and others as `narrow`.
+// Block scales of an operand, of shape `fp32` where they are float32 and of shape `narrow` else.
 void block_scales(Check* check, const char* name, const TensorView& t, int64_t block, Dims fp32, Dims narrow) {
   check->require(t.present() == (block > 0), [&] {
     return Check::named(name, t) + ", expected scales if and only if their block is not 0: it is " +
@@ -87,7 +87,7 @@ void hidden_grads(Check* check, const Call& call, const TensorView& hidden, int6
                  [] { return "results: expected at least one of them"; });
 }
 
-// Whether the contracted axes of lhs [M, C] and rhs have one length; of two codes a byte the last may be padding.
+// Whether the contracted axes of lhs [M, C] and rhs have one length; of two codes per byte the last may be padding.
 bool same_depth(const TensorView& lhs, const TensorView& rhs, int64_t rhs_axis) {
   const bool lhs_packed = lhs.dtype == DType::u8, rhs_packed = rhs.dtype == DType::u8 && rhs_axis == 2;
   const int64_t a = lhs.dims[1], b = rhs.dims[rhs_axis];
@@ -104,7 +104,7 @@ int64_t product_width(Check* check, const TensorView& lhs, const TensorView& rhs
   return rhs.dims[3 - rhs_axis];
 }
 
-// The weight, of two arrays if it lies in two.
+// The weight, of two arrays if it comes in two.
 template <class Call>
 TensorView whole_weight(Check* check, const Call& call) {
   if (!call.rhs_up.present()) return call.rhs;
@@ -183,7 +183,7 @@ void own_rules(Check* check, const GroupedMatmul& call) {
   });
   if (!check->wrong.empty()) return;
   int64_t made = product_width(check, call.lhs, whole_weight(check, call), call.rhs_axis);
-  // Where columns are packed, the last code may stand for nothing.
+  // Where columns are packed, the last code may be padding.
   const int64_t columns = call.result.dims[1];
   if (packs_columns(call) && row_bytes(DType::u8, columns) == made) made = columns;
   const int64_t width = made * (call.result_half ? 2 : 1);
@@ -350,7 +350,7 @@ void own_rules(Check* check, const GroupedMatmulDact& call) {
   const int64_t groups = call.group_sizes.dims[0];
   const int64_t made = product_width(check, call.lhs, call.rhs, call.rhs_axis);
   if (!check->wrong.empty()) return;
-  // Where columns are packed, the last code may stand for nothing.
+  // Where columns are packed, the last code may be padding.
   const int64_t wanted = product_columns(call);
   const int64_t width = packs_columns(call) && row_bytes(DType::u8, wanted) == made ? wanted : made;
   hidden_grads(check, call, call.hidden, call.lhs.dims[0], width);
@@ -467,7 +467,7 @@ void own_rules(Check* check, const ShardCast& call) {
 template <class Call>
 std::string disagreement(const Call& call) {
   Views views;
-  const_cast<Call&>(call).visit(views);  // `visit` serves those who write, too; this one reads
+  const_cast<Call&>(call).visit(views);  // `visit` serves visitors that write, too; this one reads
   Check check;
   check.wrong = mismatch(schema<Call>(), views);
   if (check.wrong.empty()) own_rules(&check, call);

@@ -1,12 +1,12 @@
-// Fused calls whose result is stored in a quantised format, two rows a table.
+// Fused calls whose result is stored in a quantised format, two rows per table.
 //
 // `*_stored_fp8_cuda`, where no product's kernel has the activation in its epilogue: the product, then, as a second
 // part, one pass that activates and stores. Activated rows that it does not store have a quantiser behind. Workspace:
-// what the product gives, unless it is asked for, activated rows likewise, then what the steps need, who share it.
+// what the product gives, unless it is asked for, activated rows likewise, then memory that the steps share.
 //
 // `*_stored_cpu`, `*_stored_cuda`, for all others: the plain call, then, as a second part, a quantiser for each array,
-// through dispatch. Workspace: the plain rows where the caller does not ask for them, then what the steps need, who
-// share it.
+// through dispatch. Workspace: the plain rows where the caller does not ask for them, then memory that the steps
+// share.
 #include "cc/dispatch/stored.h"
 
 #include <algorithm>

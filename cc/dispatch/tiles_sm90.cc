@@ -49,7 +49,7 @@ bool even_tiles_with_activation_sm90(int64_t rows, int64_t groups) { return even
 bool even_fp8_tiles_sm90(int64_t rows, int64_t groups) { return even_tiles(rows, groups, kMostEvenRows); }
 
 // Measured (docs/kernels.md, "Weight gradients of short sums"): sums of 512 rows gain 1 to 4 % if they are about
-// equally long, those of 128, of 256 and of 1 024 rows change by up to 2 %, either way. The bounds lie between these
+// equally long, those of 128, of 256 and of 1 024 rows change by up to 2 %, either way. The bounds are between these
 // points.
 bool many_stages_for_sums_sm90(int64_t rows, int64_t groups) {
   constexpr int64_t kShortest = 320, kLongest = 768;

@@ -9,7 +9,7 @@
 namespace grouped {
 
 // Columns of a tile, of 128 rows but for kSwapped and kPromotingTall; stages of the operand ring; slots for finished
-// rows a consumer warp.
+// rows per consumer warp.
 struct TileChoice {
   int cols, stages, slots;
 };
@@ -36,7 +36,7 @@ inline constexpr TileChoice kDactLong = {192, 4, 0};
 
 // Where weights come as codes of 4 bits, for tiles of 256 rows with swapped operands, whose slots are half as large.
 inline constexpr TileChoice kSwapped = {128, 4, 3};
-// Where weights come as codes of 8 bits, which lie in the stages beside what they are widened to.
+// Where weights come as codes of 8 bits, which are in the stages beside what they are widened to.
 inline constexpr TileChoice kCodedBytes = {192, 4, 1};
 inline constexpr TileChoice kCodedBytesWithActivation = {192, 4, 2};
 

@@ -58,7 +58,7 @@ struct Plan {
   size_t used = 0;
 };
 
-// The lines of `view` as they lie in memory, with blocks of scales along them.
+// The lines of `view` as they are in memory, with blocks of scales along them.
 Widening widening_of(const TensorView& view, const TensorView& scales, int64_t block) {
   Widening w{};
   w.values = view.data;

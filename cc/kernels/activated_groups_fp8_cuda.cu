@@ -1,6 +1,6 @@
-// Activated rows, or gradients at hidden rows, of bf16 as FP8 codes with a scale a group, given or found, in one pass:
-// a value has one code then, whatever the form, so it is made once. The plain row is in memory nowhere, unless it is
-// asked for. activated_store_fp8_cuda.cu has blocks of 128.
+// Activated rows, or gradients at hidden rows, of bf16 as FP8 codes with a scale per group, given or found, in one
+// pass: a value has one code then, whatever the form, so it is made once. The plain row is in memory nowhere, unless it
+// is asked for. activated_store_fp8_cuda.cu has blocks of 128.
 //
 // Each block draws tiles of 128 rows x 128 activated columns of one group, 256 threads with 8 columns of 8 rows each:
 //
@@ -18,7 +18,7 @@
 // the launch that stores does so first with rows of groups that have not started (start_groups). Row sums are added by
 // a launch behind.
 //
-// Memory and issue slots bound it about equally: gradients read 6 bytes an activated column and write 2 to 5, and take
+// Memory and issue slots bound it about equally: gradients read 6 bytes per activated column and write 2 to 5, and take
 // some 370 instructions for eight columns of SwiGLU, more of the time the lower the clock is. So the loop over rows
 // is inside of the choice of a kind, where gated or not is a constant, and addresses go on by additions.
 #include "cc/device/quantize/activated_fp8.cuh"
@@ -45,7 +45,7 @@ struct Codes {
   alignas(16) uint32_t words[kStoreRows][kStoreColumns / 4];
 
   __device__ static int swizzled(int word, int chunk) { return word ^ 4 * chunk; }
-  // Of eight columns; those of the next rows, up to a multiple of 16, lie kPitch further on each.
+  // Of eight columns; those of the next rows, up to a multiple of 16, are kPitch further on each.
   static constexpr int kPitch = kStoreColumns / sizeof(uint2);
   __device__ uint2* place(int row, int column) {
     return reinterpret_cast<uint2*>(&words[row][swizzled(column / 4, row / 16)]);
@@ -58,7 +58,7 @@ __host__ __device__ inline int turned_of(const ActivatedProblem& p) {
   return p.store.forms[1].values ? halves_of(p) + (has_activated(p) ? 1 : 0) : 0;
 }
 
-// Where the rows of a thread lie that it asks for next, and how many of a tile there are.
+// Where the rows are that a thread asks for next, and how many of a tile there are.
 struct Sources {
   const uint16_t *hidden, *grad;
   int count;

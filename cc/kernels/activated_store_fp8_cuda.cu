@@ -36,7 +36,7 @@ using ColumnScratch = device::ColumnScratch<DType::bf16>;
 using Slots = uint4[kVector][kStoreThreads];
 using Tile = Shape<false>;
 
-// Arrays of slots: one an operand. Forward keeps the first, gradients as many as there are halves; turned codes take
+// Arrays of slots: one per operand. Forward keeps the first, gradients as many as there are halves; turned codes take
 // the place of the last, or of one more where all are kept.
 __host__ __device__ inline int slots_of(const Problem& p) { return slots_for(operands_of(p)); }
 __host__ __device__ inline int scratch_of(const Problem& p) { return slots_of(p) - 1; }
@@ -135,7 +135,7 @@ __device__ inline void store_half(const StoreProblem& p, bool measure, const Sto
   }
   if constexpr ((kForms & kColumns) != 0) {
     if constexpr (kForms == kRows + kColumns) forget_values(raw);
-    __syncthreads();  // everybody has read what the scratch lies over, and the codes of the half before
+    __syncthreads();  // all threads have read what the scratch overwrites, and the codes of the half before
     const int count = p.segment ? (tile.rows + p.segment - 1) / p.segment * p.segment : tile.rows;
     column_factors<DType::bf16, kStoreRows>(p, tile, raw, count, scratch, factors);
     with_type(p.type,
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
     wait_all_copies();
     turns.meet();
     activate_tile(p, tile, slots);
-    if constexpr ((kForms & kColumns) != 0) {  // first, for it lies where the scratch will
+    if constexpr ((kForms & kColumns) != 0) {  // first, for it is where the scratch will be
       if (has_activated(p)) {
         store_half<kColumns>(p.store_activated, false, tile, slots[scratch_of(p)], scratch, turns, [] {});
       }

@@ -2,8 +2,8 @@
 //
 //   scan       one block: where the groups end, into the workspace
 //   gradients  a team of 32 to 256 threads per row, 8 columns per thread and step: 16-byte loads of dz and both halves,
-//              value and derivatives, 16-byte stores; products dz * t into one fp32 sum a thread --> tree over a warp's
-//              lanes --> warps of the team in order (32 bytes of shared memory), row_base last
+//              value and derivatives, 16-byte stores; products dz * t into one fp32 sum per thread --> tree over a
+//              warp's lanes --> warps of the team in order (32 bytes of shared memory), row_base last
 //
 // 64 registers (situ_glu 75): 24 values in flight and the activation's. The order of a row's sum depends on F alone.
 // Bound by memory.

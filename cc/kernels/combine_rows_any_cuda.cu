@@ -7,11 +7,11 @@
 // vectors of 8 values at multiples of 16 bytes, a thread has one value; the bits are the same.
 //
 // No shared memory, no barrier. A thread of up to 2 places has two tokens, for one has too little under way. Registers
-// (sm_90) and bytes under way a multiprocessor, of which memory wants 40 KiB:
+// (sm_90) and bytes under way per multiprocessor, of which memory wants 40 KiB:
 //   16 bits   8 places: 72 registers, 24 warps, 96 KiB      4: 48, 40 warps, 80 KiB      2: 48, 40 warps, 80 KiB
 //   fp32      8 places: 104 registers, 16 warps, 128 KiB    4: 63, 24 warps, 96 KiB      2: 70, 24 warps, 96 KiB
-// T = 8192, H = 2048, k = 8, bf16 on an H200: 72 us, 0.99 of the copy rate; k = 2, H = 4096, a token a thread: 58 us,
-// 0.81, where memory was busy for 69 % of the time.
+// T = 8192, H = 2048, k = 8, bf16 on an H200: 72 us, 0.99 of the copy rate; k = 2, H = 4096, one token per thread:
+// 58 us, 0.81, where memory was busy for 69 % of the time.
 #include <string>
 
 #include "cc/device/common/launch.h"
@@ -36,7 +36,7 @@ struct Combine {
   DType result_type;
 };
 
-// Blocks that should fit a multiprocessor, so that the registers of all pieces under way fit.
+// Blocks that should fit on a multiprocessor, so that the registers of all pieces under way fit.
 constexpr int combine_blocks(int words) { return words >= 16 ? 2 : words >= 8 ? 3 : words >= 4 ? 5 : 6; }
 
 // A thread has kTokens tokens, `step` apart.

@@ -1,8 +1,8 @@
 // Values of a stored form, of any format at any address.
 //
-//   scan   one block: where groups, their tiles and their segments lie, into the workspace
+//   scan   one block: where groups, their tiles and their segments are, into the workspace
 //   write  blocks of 256 threads walk over tiles of 128 x 128 values of one group; a thread takes 8 columns of 8 rows:
-//          8 codes a load --> fp32, block scale, group scale --> one rounding --> 16 bytes
+//          8 codes per load --> fp32, block scale, group scale --> one rounding --> 16 bytes
 //          (forms with rows as their last axis: codes of the tile through 17 KiB of shared memory first)
 //
 // Types and whole vectors are known at compile time where results have 16 bits and addresses allow it.

@@ -12,7 +12,7 @@
 // stays in the L2 cache until the last of them.
 //
 // No shared memory and no barrier, but where rows without a slot are looked for. Registers (sm_90) and bytes under way
-// a multiprocessor, of which memory wants 40 KiB:
+// per multiprocessor, of which memory wants 40 KiB:
 //   copied, 16 bytes     32 registers, 64 warps, 128 KiB      narrower units 30      columns 40 at most
 //   weighted, 16 bits    39 registers, 48 warps,  96 KiB      fp32 48, 40 warps, 160 KiB
 // T = 8192, H = 2048, k = 8, bf16 on an H200 (4.25 TB/s): 256 MiB written and 32 MiB read once are 75 us. Gathered,

@@ -1,8 +1,8 @@
 // Sums of each group's rows, in two stages of fixed order (bias gradients).
 //
 //   scan      one block: offsets and the prefix of row blocks into the workspace
-//   partial   rows --16 B a thread, 8 columns--> fp32 sum of one block of kSumRows rows of one group --> workspace
-//   ordered   workspace --one column a thread--> sum of the group's blocks, in order --> one rounding
+//   partial   rows --16 B per thread, 8 columns--> fp32 sum of one block of kSumRows rows of one group --> workspace
+//   ordered   workspace --one column per thread--> sum of the group's blocks, in order --> one rounding
 //
 // No shared memory; about 40 registers: 8 sums and the loads in flight. Row blocks start at the group's first row, so a
 // group's bits depend on its own rows alone.

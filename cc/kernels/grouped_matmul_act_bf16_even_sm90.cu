@@ -10,8 +10,8 @@
 //            v
 //   stores of 16 rows x 64 columns, as far as the tile has rows, clipped at the group's last row and the last column
 //
-//   tile               accumulators   ring         slots            registers, 128 + 256 threads
-//   192 x (64 + 64)    192 a thread   5 x 40 KiB   2 x 1 x 12 KiB   40 / 232
+//   tile               accumulators     ring         slots            registers, 128 + 256 threads
+//   192 x (64 + 64)    192 per thread   5 x 40 KiB   2 x 1 x 12 KiB   40 / 232
 //
 // Since the activation reads whole rows out of shared memory, one kernel serves every interleave.
 #include "cc/device/sm90/pipeline_even.cuh"
@@ -168,7 +168,7 @@ void launch_even(const GroupedMatmulAct& call, const UpParams& up, void* stream)
   EvenUpParams p{};
   static_cast<UpParams&>(p) = up;
   p.alternating = call.activation.interleave == 1;
-  if (p.across != 1) p.weight_part = p.part = p.hidden_part = kEvenCols / 2;  // the halves do not lie apart
+  if (p.across != 1) p.weight_part = p.part = p.hidden_part = kEvenCols / 2;  // the halves are not apart
   map_weights<Rhs>(call, &p);
   p.rhs_up = call.rhs_up.present() ? map_of_weights<Rhs>(call.rhs_up, call.rhs_up.data, false) : p.rhs;
   p.paced = keeps_pace(p.length);

@@ -7,14 +7,14 @@
 //            |  ring of blocks: lhs 128 x 64, weights 64 x (96 + 96)
 //            v
 //   2 consumer warpgroups in turn: wgmma m64n192k16, fp32 in registers; accumulators i and i + 16 of a thread are gate
-//   and linear half of one element (boxes of both lie by turns)
+//   and linear half of one element (boxes of both alternate)
 //            |  a slice of 32 result columns at a time: + bias, one rounding -> hidden; activation of what was rounded,
 //            |  * row scale, one rounding -> result; each piece of 16 rows x 32 columns through a slot in shared memory
 //            v
 //   ragged stores, clipped at the group's last row and at the halves' last column
 //
-//   tile               accumulators   ring         slots           registers, 128 + 256 threads
-//   128 x (96 + 96)    192 a thread   5 x 40 KiB   8 x 3 x 1 KiB   40 / 232
+//   tile               accumulators     ring         slots           registers, 128 + 256 threads
+//   128 x (96 + 96)    192 per thread   5 x 40 KiB   8 x 3 x 1 KiB   40 / 232
 //
 // Kinds that are not gated have 192 result columns per tile and no pairs. Where the number of rows per group asks for
 // tiles of even height: grouped_matmul_act_bf16_even_sm90.cu.

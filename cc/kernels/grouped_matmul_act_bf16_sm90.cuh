@@ -19,7 +19,7 @@ constexpr int kTileCols = kWithActivation.cols;
 using UpShape = TileShape<kTileCols, kWithActivation.stages, kWithActivation.slots, kNarrowSlotBytes>;
 
 struct UpParams : RowsParams, BiasParams {  // width: of hidden
-  CUtensorMap out, hidden[2];  // hidden: one map a half where they lie apart, so that each clips at its own edge
+  CUtensorMap out, hidden[2];  // hidden: one map per half where they are apart, so that each clips at its own edge
   LowMaps low;
   CUtensorMap rhs_up;  // of part 1 of the weights, where `rhs` is of part 0; the same if both are of one array
   // Box i of part 0 of the tile at result column c starts at column c * across + i * step of the weights, the box of
@@ -56,8 +56,8 @@ __device__ inline void unpack2(uint32_t v, float& a, float& b) {
   }
 }
 
-// How gates and linear halves lie in hidden: not at all, kinds without a linear half; apart, or in blocks of 32
-// columns; or column by column.
+// How gates and linear halves are laid out in hidden: not at all, kinds without a linear half; apart, or in blocks of
+// 32 columns; or column by column.
 enum class Pairs { none, blocks, columns };
 
 template <class T, Major kWeights, Pairs kPairs, class Shape_ = UpShape>
@@ -75,7 +75,7 @@ struct UpProduct {
   static constexpr int kRowsBox = 64;                             // rows of a box of operands
   static constexpr int kPieceRows = 16, kPieceCols = kSliceCols;  // of a box of results
 
-  // Boxes a part. The last tile of a row may have one less: it is what a width that 96 does not divide pays for.
+  // Boxes per part. The last tile of a row may have one less: it is what a width that 96 does not divide pays for.
   static constexpr int kBoxes = kTileCols / 64, kEdgeBoxes = kBoxes - 1;
   static __device__ int boxes(int cols) { return cols <= kResultCols / kBoxes * kEdgeBoxes ? kEdgeBoxes : kBoxes; }
   static __device__ uint32_t rhs_bytes(int cols) { return 2 * boxes(cols) * Rhs::kBoxBytes; }
@@ -169,7 +169,7 @@ struct UpProduct {
     }
   }
 
-  // z of a slice, placed as h is. Where pairs lie column by column: of one part, word 4 * part + j as results 16 * part
+  // z of a slice, placed as h is. Where pairs are column by column: of one part, word 4 * part + j as results 16 * part
   // + 4j + (l&2) + {0, 1} of row l/4 + 8 * (l&1).
   template <class Act>
   static __device__ void activate(const Params& p, const float (&scale)[2], const uint32_t (&h)[kParts][8], int part,
@@ -273,7 +273,7 @@ void launch_up_product(ProductKernel<Product> kernel, const GroupedMatmulAct& ca
   p.lhs = map_of_rows(call.lhs, Product::kRowsBox);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length, Product::kRowsBox);
   p.out = tensor_map(p.result, dtype, ragged_shape(p.cols, dtype), Product::kPieceCols, Product::kPieceRows);
-  const int64_t half = p.hidden_part == 0 ? p.cols : 0;  // where linear halves lie apart, they start here
+  const int64_t half = p.hidden_part == 0 ? p.cols : 0;  // where linear halves are apart, they start here
   for (int part = 0; part < Product::kParts && p.hidden_rows != nullptr; ++part) {
     p.hidden[part] = tensor_map(p.hidden_rows + part * half * sizeof(T), dtype,
                                 ragged_shape(p.width - half, p.width, dtype), Product::kPieceCols, Product::kPieceRows);
@@ -291,7 +291,7 @@ void launch_up(const GroupedMatmulAct& call, UpParams p, void* stream) {
   launch_up_product<Product>(grouped_product_sm90<Product>, call, p, kThreads, stream);
 }
 
-// By how gates and linear halves lie.
+// By how gates and linear halves are laid out.
 template <class T, Major kWeights>
 void launch_up_pairs(const GroupedMatmulAct& call, const UpParams& p, void* stream) {
   if (!is_gated(p.activation.kind)) return launch_up<T, kWeights, Pairs::none>(call, p, stream);

@@ -7,9 +7,9 @@
 //           columns leave through slots that four warps share, two sets of three or, of kinds without a linear half,
 //           one of four
 //
-//   codes     tile               accumulators   ring         slots           registers by warpgroup
-//   4 bits    256 x (64 + 64)    128 a thread   4 x 50 KiB   8 x 3 x 1 KiB   40 / 232, 232
-//   8 bits    128 x (96 + 96)    192 a thread   4 x 52 KiB   8 x 2 x 1 KiB   24 / 224, 224 / 40
+//   codes     tile               accumulators     ring         slots           registers by warpgroup
+//   4 bits    256 x (64 + 64)    128 per thread   4 x 50 KiB   8 x 3 x 1 KiB   40 / 232, 232
+//   8 bits    128 x (96 + 96)    192 per thread   4 x 52 KiB   8 x 2 x 1 KiB   24 / 224, 224 / 40
 #include "cc/api/kernel.h"
 #include "cc/api/product_inside.h"
 #include "cc/kernels/grouped_matmul_act_codes_sm90.cuh"

@@ -236,7 +236,7 @@ void launch_coded_pairs(const GroupedMatmulAct& call, CodedUpParams p, void* str
   }
 }
 
-// By how gates and linear halves lie.
+// By how gates and linear halves are laid out.
 template <bool kNibbles>
 void launch_coded_up(const GroupedMatmulAct& call, CodedUpParams p, void* stream) {
   if (!is_gated(p.activation.kind)) return launch_coded_pairs<kNibbles, Pairs::none>(call, p, stream);

@@ -64,7 +64,7 @@ struct Problem {
   int64_t begin(int64_t g) const { return group_begin(ends, g); }
   int64_t size(int64_t g) const { return ends[static_cast<size_t>(g)] - begin(g); }
   int64_t rows_of(int64_t g) const { return ragged_rows ? size(g) : rows; }
-  // A segment is contracted whole: what lies behind a group's last row is zero, or belongs to a rotated block.
+  // A segment is contracted whole: what follows a group's last row is zero, or belongs to a rotated block.
   int64_t depth_of(int64_t g) const {
     if (ragged_rows) return depth;
     return segment ? divide_up(size(g), segment) * segment : size(g);
@@ -127,7 +127,7 @@ const char* at(const void* data, DType dtype, int64_t element) {
   return static_cast<const char*>(data) + element * dtype_bytes(dtype);
 }
 
-// The block scales of a group's operand. `outer` blocks of `block` elements; float32 ones may lie turned, the block
+// The block scales of a group's operand. `outer` blocks of `block` elements; float32 ones may be turned, the block
 // index first.
 PanelScales scales_of(const TensorView& scales, int64_t first, bool blocks_first, int64_t outer_block, int64_t block) {
   if (!scales.present()) return {};
@@ -248,7 +248,7 @@ const Isa& plain() { return kIsaPlain; }
 
 }  // namespace
 
-// Panels lie in memory that each thread keeps (panel_scratch), a few MiB whatever the shapes: no workspace.
+// Panels are in memory that each thread keeps (panel_scratch), a few MiB whatever the shapes: no workspace.
 const Kernel<GroupedMatmul> grouped_matmul_any_cpu = {"grouped_matmul_any_cpu", Arch::cpu,    Kind::reference,
                                                       refuses_operands,         no_workspace, launch<best_isa>};
 const Kernel<GroupedMatmul> grouped_matmul_any_cpu_plain = {

@@ -3,7 +3,7 @@
 //   scan        one block: offsets and tile prefix into the workspace
 //   16 and 8 bit, 128 threads: mma m16n8k16 by the pipeline of mma_tiles.cuh, which draws it
 //   float32, 256 threads, 2 blocks per SM, a block per tile:
-//     copy k+1 --cp.async--> ring[2] of (lhs 8.3 KiB, rhs 8.3 KiB) --> 8x8 a thread, IEEE FMA --> epilogue
+//     copy k+1 --cp.async--> ring[2] of (lhs 8.3 KiB, rhs 8.3 KiB) --> 8x8 per thread, IEEE FMA --> epilogue
 //     33 KiB of shared memory, at most 128 registers: 64 sums, 16 operands
 //   epilogue    sums through free shared memory, so that a row's neighbours leave in 16-byte stores
 //

@@ -8,9 +8,9 @@
 //            v
 //   stores of 16 rows x 64 columns, as far as the tile has rows, clipped at the group's last one
 //
-//   tile        accumulators   ring         slots            registers, 128 + 256 threads
-//   192 x 128   192 a thread   5 x 40 KiB   2 x 1 x  8 KiB   40 / 232    long sums
-//   192 x 128   192 a thread   4 x 40 KiB   2 x 4 x  8 KiB   40 / 232    short sums
+//   tile        accumulators     ring         slots            registers, 128 + 256 threads
+//   192 x 128   192 per thread   5 x 40 KiB   2 x 1 x  8 KiB   40 / 232    long sums
+//   192 x 128   192 per thread   4 x 40 KiB   2 x 4 x  8 KiB   40 / 232    short sums
 #include "cc/api/calls.h"
 #include "cc/api/operands.h"
 #include "cc/device/sm90/pipeline_even.cuh"

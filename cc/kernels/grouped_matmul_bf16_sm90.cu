@@ -1,5 +1,5 @@
 // Grouped rows on Hopper, bf16 and fp16: forward and dgrad, [M, N] = rows of lhs [M, K] times the weight of their
-// group, which lies as [G, K, N] or [G, N, K] (wgmma reads either major, nothing is transposed).
+// group, which is [G, K, N] or [G, N, K] in memory (wgmma reads either major, nothing is transposed).
 //
 //   counter --leader's scheduler--> mailbox of its peer;  sizes --scan--> work rings of both
 //   loader: lhs rows by a ragged map, weights by a packed (or scattered) map, both swizzled; of weights in two arrays,
@@ -11,11 +11,11 @@
 //            v
 //   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
 //
-//   tile        accumulators   ring         slots           registers, 128 + 256 threads
-//   128 x 192   192 a thread   5 x 40 KiB   8 x 1 x 2 KiB   40 / 232    long sums
-//   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232    short sums
-//   128 x 64    64 a thread    7 x 24 KiB   8 x 2 x 2 KiB   40 / 232    few columns
-//   128 x 256   128 a thread   4 x 48 KiB   8 x 1 x 2 KiB   40 / 232    very long sums, shared by both warpgroups
+//   tile        accumulators     ring         slots           registers, 128 + 256 threads
+//   128 x 192   192 per thread   5 x 40 KiB   8 x 1 x 2 KiB   40 / 232    long sums
+//   128 x 192   192 per thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232    short sums
+//   128 x 64    64 per thread    7 x 24 KiB   8 x 2 x 2 KiB   40 / 232    few columns
+//   128 x 256   128 per thread   4 x 48 KiB   8 x 1 x 2 KiB   40 / 232    very long sums, shared by both warpgroups
 //
 // Where the number of rows per group asks for tiles of even height: grouped_matmul_bf16_even_sm90.cu.
 #include "cc/api/calls.h"
@@ -38,7 +38,7 @@ namespace {
 
 using namespace sm90;
 
-// The same with sums that are multiplied by their group's scales first: of widened operands, whose weights lie as [G,
+// The same with sums that are multiplied by their group's scales first: of widened operands, with weights [G,
 // N, K]. A kernel of its own, so that products without scales keep theirs.
 struct ScaledParams : HalvesParams {
   const float* lhs_scales;  // [groups], or null

@@ -1,5 +1,5 @@
 // Grouped contraction on Hopper, bf16 and fp16: wgrad, [G, A, B], slice g = sum over the rows r of group g of
-// outer(lhs[r], rhs[r]). Both operands are read as they lie, row-major, that is MN-major for wgmma.
+// outer(lhs[r], rhs[r]). Both operands are read as they are in memory, row-major, that is MN-major for wgmma.
 //
 //   sizes --order_groups--> spans, longest group first; counter := 0
 //   counter --leader's scheduler--> mailbox of its peer --> both work rings; long and short sums mixed
@@ -11,12 +11,12 @@
 //            |  + what memory holds, fetched into the slots meanwhile, or added to it in L2 (float32 of long sums); one
 //            |  rounding
 //            v
-//   [G, A, B], or one address a group
+//   [G, A, B], or one address per group
 //
-//   tile        accumulators   ring         slots           registers, 128 + 256 threads
-//   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232
-//   128 x 192   192 a thread   5 x 40 KiB   8 x 1 x 2 KiB   40 / 232    some results that are only stored
-//   128 x 64    64 a thread    7 x 24 KiB   8 x 2 x 2 KiB   40 / 232    few columns
+//   tile        accumulators     ring         slots           registers, 128 + 256 threads
+//   128 x 192   192 per thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232
+//   128 x 192   192 per thread   5 x 40 KiB   8 x 1 x 2 KiB   40 / 232    some results that are only stored
+//   128 x 64    64 per thread    7 x 24 KiB   8 x 2 x 2 KiB   40 / 232    few columns
 #include <algorithm>
 
 #include "cc/api/calls.h"

@@ -7,8 +7,7 @@
 // (operands swapped, pipeline_swapped.cuh).
 //
 //   loader: rows by boxes of 128 x 64 k, multicast to the pair; codes of 128 columns x 64 k, each CTA its own. Blocks
-//   of a
-//           low-rank product, whose weights are bf16 values, follow those of K and lie where codes do
+//           of a low-rank product, whose weights are bf16 values, follow those of K and take the place of codes
 //   2 warps: scales -> factors, pairs of bfloat16
 //            |  ring of blocks: rows 256 x 64, codes or low-rank weights 128 x 64, factors
 //            v
@@ -20,9 +19,9 @@
 // Codes of 8 bits are widened in shared memory, once for every 128 rows, by a warpgroup of its own (widen_tiles.cuh).
 // The rest is grouped_matmul_bf16_sm90: 2 consumer warpgroups in turn, wgmma m64n192k16.
 //
-//   codes     tile        accumulators   ring         slots           registers by warpgroup
-//   4 bits    256 x 128   128 a thread   4 x 50 KiB   8 x 3 x 1 KiB   40 / 232, 232
-//   8 bits    128 x 192   192 a thread   4 x 52 KiB   8 x 1 x 2 KiB   24 / 224, 224 / 40
+//   codes     tile        accumulators     ring         slots           registers by warpgroup
+//   4 bits    256 x 128   128 per thread   4 x 50 KiB   8 x 3 x 1 KiB   40 / 232, 232
+//   8 bits    128 x 192   192 per thread   4 x 52 KiB   8 x 1 x 2 KiB   24 / 224, 224 / 40
 #include "cc/api/kernel.h"
 #include "cc/kernels/grouped_matmul_codes_sm90.cuh"
 #include "cc/kernels/kernels.h"

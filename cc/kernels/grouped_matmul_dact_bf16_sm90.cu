@@ -9,11 +9,11 @@
 //            |  h out of the set, t and act' recomputed, dh over h, z beside it, dz * t into two sums per thread
 //            v
 //   storer (a warp): sets --ragged TMA--> dh, z; clipped at the group's last row; the set goes back to the fetcher
-//   row sums: one partial a row and column tile --sum_partials--> [M], in the order of the tiles
+//   row sums: one partial per row and column tile --sum_partials--> [M], in the order of the tiles
 //
-//   tile        accumulators   ring         sets         registers, 128 + 256 threads
-//   128 x 128   128 a thread   5 x 32 KiB   2 x 24 KiB   40 / 232
-//   128 x 192   192 a thread   4 x 40 KiB   2 x 24 KiB   40 / 232    long sums
+//   tile        accumulators     ring         sets         registers, 128 + 256 threads
+//   128 x 128   128 per thread   5 x 32 KiB   2 x 24 KiB   40 / 232
+//   128 x 192   192 per thread   4 x 40 KiB   2 x 24 KiB   40 / 232    long sums
 #include "cc/api/kernel.h"
 #include "cc/kernels/grouped_matmul_dact_bf16_sm90.cuh"
 #include "cc/kernels/kernels.h"

@@ -49,7 +49,7 @@ struct DactProduct {
     multiply(std::integral_constant<int, Shape::kCols>{});
   }
 
-  // Worked on at once: 8 chains a thread hide the latencies of one another.
+  // Worked on at once: 8 chains per thread hide the latencies of one another.
   static constexpr int kChunks = Shape::kCols <= 128 ? 2 : 1;
 
   template <class Push>
@@ -130,7 +130,7 @@ struct DactProduct {
     }
   }
 
-  // Rows [end, end + kTailRows) of the results, half of them a CTA, by its 256 consumer threads.
+  // Rows [end, end + kTailRows) of the results, half of them per CTA, by its 256 consumer threads.
   static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
     const int64_t pitch = int64_t(p.cols) * sizeof(T), first = work.end + rank * (kTailRows / 2);
     int64_t rows = p.rows - first;
@@ -218,7 +218,7 @@ void launch_dact_product(ProductKernel<Product> kernel, const GroupedMatmulDact&
   const DType dtype = call.lhs.dtype;
   p.lhs = map_of_rows(call.lhs);
   p.low = low_maps(call.low, p.groups, Rhs::kBoxCols, Rhs::kBoxRows, &p.length);
-  // Halves that lie in one piece each have a map of their own, which ends where they do.
+  // Halves that are in one piece each have a map of their own, which ends where they do.
   const bool apart = is_gated(p.spec.kind) && p.columns.period == HiddenColumns::kApart;
   const MapShape hidden_shape = ragged_shape(apart ? n : wide, wide, dtype);
   for (int b = 0; b < 2; ++b) {

@@ -2,9 +2,9 @@
 // axis: as grouped_matmul_dact_bf16_sm90.cu has them, with a warpgroup that widens the codes of a stage to the tile
 // that is multiplied, as in grouped_matmul_codes_sm90.cu. Bits are those of the same call on widened weights.
 //
-//   codes     tile        accumulators   ring         sets         registers, 128 + 256 + 128 threads
-//   4 bits    128 x 128   128 a thread   4 x 36 KiB   2 x 24 KiB   24 / 224 / 40
-//   8 bits    128 x 128   128 a thread   4 x 40 KiB   2 x 24 KiB   24 / 224 / 40
+//   codes     tile        accumulators     ring         sets         registers, 128 + 256 + 128 threads
+//   4 bits    128 x 128   128 per thread   4 x 36 KiB   2 x 24 KiB   24 / 224 / 40
+//   8 bits    128 x 128   128 per thread   4 x 40 KiB   2 x 24 KiB   24 / 224 / 40
 #include "cc/api/kernel.h"
 #include "cc/api/product_inside.h"
 #include "cc/kernels/grouped_matmul_dact_codes_sm90.cuh"

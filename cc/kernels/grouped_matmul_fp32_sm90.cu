@@ -1,7 +1,7 @@
 // fp32 operands on Hopper's tensor cores, in the recipe's modes tf32 and tf32x3 (numerics 2.5): forward and dgrad,
 // [M, N] = rows of lhs [M, K] times the weight of their group ([G, K, N] or [G, N, K]), and wgrad, [G, A, B], the sum
-// over a group's rows of outer(lhs[r], rhs[r]). Operands are read as they lie; what wgmma cannot read is turned on the
-// chip. Where tiles of wgrad are few, its sums are cut into parts (tiles_sm90.h).
+// over a group's rows of outer(lhs[r], rhs[r]). Operands are read as they are in memory; what wgmma cannot read is
+// turned on the chip. Where tiles of wgrad are few, its sums are cut into parts (tiles_sm90.h).
 //
 //   counter --scheduler--> work ring;  sizes --scan--> groups (wgrad: offsets of a scan in front)
 //   loader: raw fp32 blocks, 256 rows and 96 or 128 columns x 32 k, by ragged, packed or scattered maps
@@ -11,7 +11,7 @@
 //            |  + bias, * row scale; wgrad + what memory holds; slots of 16 rows in shared memory
 //            v
 //   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
-//   wgrad in parts: partial sums in the workspace --add_parts--> + what memory holds, turned if it lies so --> result
+//   wgrad in parts: partial sums in the workspace --add_parts--> + what memory holds, turned if needed --> result
 #include <utility>
 
 #include "cc/api/calls.h"

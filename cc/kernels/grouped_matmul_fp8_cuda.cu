@@ -1,5 +1,5 @@
 // Products of 8-bit codes with scales of groups on the tensor cores of GPUs since sm_89, by the pipeline of
-// mma_tiles.cuh: m16n8k32, of rows and weights that both lie along the contraction. Hopper has the instruction, but not
+// mma_tiles.cuh: m16n8k32, of rows and weights that both run along the contraction. Hopper has the instruction, but not
 // the circuits: it widens codes to 16 bits.
 //
 //   tile       ring             accumulators   registers

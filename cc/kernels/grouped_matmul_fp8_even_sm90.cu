@@ -9,8 +9,8 @@
 //            v
 //   stores of 16 rows x 64 columns, as far as the tile has rows, clipped at the group's last one
 //
-//   tile        accumulators       ring         slots           registers, 128 + 256 threads
-//   192 x 128   96 + 96 a thread   4 x 40 KiB   2 x 24 KiB      56 / 224
+//   tile        accumulators         ring         slots           registers, 128 + 256 threads
+//   192 x 128   96 + 96 per thread   4 x 40 KiB   2 x 24 KiB      56 / 224
 #include "cc/device/common/group_factor.cuh"
 #include "cc/device/sm90/pipeline_even.cuh"
 #include "cc/device/sm90/pipeline_fp8.cuh"
@@ -22,7 +22,7 @@ namespace {
 
 struct Shape : ShellShape<(kEvenRows + kEvenCols) * 128, kPromoting.stages, kPromoting.slots> {
   static constexpr int kRows = kEvenRows, kRowBoxes = kRows / 64, kParts = 2, kScaleBytes = 0;
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of the 168 a thread at launch
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of the 168 per thread at launch
 };
 
 template <bool kWideRows, bool kWideWeights, class Out>

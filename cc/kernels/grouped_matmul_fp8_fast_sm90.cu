@@ -1,6 +1,6 @@
-// Grouped rows on Hopper, 8-bit operands with a scale a group, summed by the tensor cores alone ("fast accumulation"):
-// about 14 bits of a sum are kept. The kernel of pipeline.cuh, as for 16-bit rows; two codes take the place of one
-// element.
+// Grouped rows on Hopper, 8-bit operands with a scale per group, summed by the tensor cores alone ("fast
+// accumulation"): about 14 bits of a sum are kept. The kernel of pipeline.cuh, as for 16-bit rows; two codes take the
+// place of one element.
 //
 //   lhs codes by a ragged map, weight codes [G, N, K] by a packed (or scattered) map, 128 codes per block
 //            |  ring of blocks: lhs 128 x 128, weights 192 x 128 bytes; shared tiles multicast to the pair
@@ -10,8 +10,8 @@
 //            v
 //   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
 //
-//   tile        accumulators   ring         slots           registers, 128 + 256 threads
-//   128 x 192   192 a thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232
+//   tile        accumulators     ring         slots           registers, 128 + 256 threads
+//   128 x 192   192 per thread   4 x 40 KiB   8 x 4 x 2 KiB   40 / 232
 #include "cc/device/sm90/rows_product_fp8.cuh"
 #include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"

@@ -1,5 +1,5 @@
 // Grouped contraction on Hopper, 8-bit operands with scales of groups or of blocks of 128: wgrad, [G, A, B]. wgmma
-// reads 8-bit operands K-major only, so both lie turned, [A, P] and [B, P], each group's rows padded with zeros to a
+// reads 8-bit operands K-major only, so both come turned, [A, P] and [B, P], each group's rows padded with zeros to a
 // segment of whole blocks of 128. Partial sums go to fp32 after every block (pipeline_fp8.cuh draws the kernel).
 //
 //   sizes --order_groups--> spans with their segments, longest group first; counter := 0
@@ -12,7 +12,7 @@
 //            |  * both scales of the group, + what memory holds, fetched into the slots meanwhile, or added to it in
 //            |  L2 (float32 of long sums); one rounding
 //            v
-//   [G, A, B], or one address a group
+//   [G, A, B], or one address per group
 //
 //   results   tile        ring         slots
 //   16 bits   192 x 128   4 x 40 KiB   12 x 2 x 2 KiB, a warp's part of a tile

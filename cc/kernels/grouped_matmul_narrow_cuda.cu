@@ -5,7 +5,7 @@
 //   scan      one block: offsets and tile prefix into the workspace
 //   multiply  128 threads, 2 or 3 blocks per multiprocessor of Hopper, which draw tiles from a counter. A tile is
 //             64 rows and all of K, or, in a contraction, 128 columns of the wide operand and all rows of a group
-//     copies ahead --cp.async--> ring of (wide 64 x 128 as it lies, 16 KiB; narrow, 2 to 8 KiB)
+//     copies ahead --cp.async--> ring of (wide 64 x 128 as in memory, 16 KiB; narrow, 2 to 8 KiB)
 //                  --ldmatrix--> 16 x C or 32 x C per warp, mma m16n8k16, C = 16 or 32
 //     the next tile's first stages are copied while the last tile is stored through the last stage
 //     74 to 119 registers of 168: 8 to 32 sums, fragments, the rest addresses

@@ -8,7 +8,7 @@
 //                            a thread per column  b[e] from the blocks' sums, in order
 //            result = a C b, in place
 //
-// 18 to 46 registers (sm_90); 256 bytes of shared memory. C is read twice an iteration, the second time from the L1
+// 18 to 46 registers (sm_90); 256 bytes of shared memory. C is read twice per iteration, the second time from the L1
 // cache.
 #include <string>
 

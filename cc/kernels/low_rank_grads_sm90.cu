@@ -1,6 +1,6 @@
 // Both gradients that the second factor B of a low-rank adapter takes from dy, bf16 and fp16, rank at most 32: dy is
 // read once. A cluster takes group after group, each of its CTAs a slice of up to 1024 columns, 512 above rank 16; one
-// CTA of 384 threads a multiprocessor.
+// CTA of 384 threads per multiprocessor.
 //
 //   8 warps of sums   --cp.async--> ring of stages, all but two of them ahead, also into the next group: 64 rows x 128
 //                                   columns of dy, and for the first of the slice's columns the 64 x R low rows beside
@@ -76,7 +76,7 @@ struct Product {
   static constexpr int kStageBytes = kWideBytes + kWideLines * kNarrow * 2;
   static constexpr int kFactorPart = kPartCols * kNarrow * 2, kFactorBytes = kMostParts * kFactorPart;
   static constexpr int kSums = kNarrow / 2;                                                // of dy B^T in a thread
-  static constexpr int kWarpBytes = 32 * kSums * 4, kSlotBytes = kRowsWarps * kWarpBytes;  // a warp, a CTA hands on
+  static constexpr int kWarpBytes = 32 * kSums * 4, kSlotBytes = kRowsWarps * kWarpBytes;  // per warp, per CTA
 
   // Shared memory.
   static constexpr int kFactorAt = kStages * kStageBytes;
@@ -505,7 +505,7 @@ cudaLaunchConfig_t config_of(int clusters, int ctas, int bytes, cudaStream_t str
 }
 
 // How many clusters of so many CTAs run at once: they stay within a part of the chip, so that multiprocessors are left
-// over. Asked of the driver once a size and device.
+// over. Asked of the driver once per size and device.
 template <class Product>
 int most_clusters(int ctas) {
   constexpr auto kKernel = low_rank_grads<Product, Product::kMostParts>;

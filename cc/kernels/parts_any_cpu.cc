@@ -1,5 +1,5 @@
-// Floats as sums of bfloat16 parts, and sums of parts. Tasks split what lies before the axis of the parts, or the
-// elements from it on where nothing lies before.
+// Floats as sums of bfloat16 parts, and sums of parts. Tasks split what comes before the axis of the parts, or the
+// elements from it on where nothing comes before.
 #include <algorithm>
 
 #include "cc/cpu/formats.h"

@@ -1,6 +1,6 @@
 // Floats as sums of bfloat16 parts, and sums of parts; one launch, bound by memory.
 //
-//   split_parts   4 neighbours a thread --> three parts each, in registers --> a vector of 8 bytes for each place
+//   split_parts   4 neighbours per thread --> three parts each, in registers --> a vector of 8 bytes for each place
 //   sum_parts     a vector of 16 bytes of each part, all under way at once --> sums, the last part first
 //
 // Where the elements from the axis on are no multiple of 4, a thread has one; the bits are the same. Neither has shared

@@ -21,7 +21,7 @@ struct Scratch {
   uint8_t line[kTileRows];
 };
 
-// Where a tile lies.
+// Where a tile is.
 struct Tile {
   Band band;
   int64_t column;
@@ -270,7 +270,7 @@ class Job {
     }
   }
 
-  // The tile's codes, as they lie in scratch, to where the form has them.
+  // The tile's codes, in the order of scratch, to where the form has them.
   void put_columns(const Tile& tile, Scratch* s) {
     uint8_t* to = call_.cross_values.as<uint8_t>();
     const StoredGroup& group = groups_[tile.band.group];

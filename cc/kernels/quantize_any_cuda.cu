@@ -1,14 +1,14 @@
 // Codes and scales in any format, of anything at any address.
 //
-//   scan     one block: where groups, their tiles and their segments lie, into the workspace
+//   scan     one block: where groups, their tiles and their segments are, into the workspace
 //   measure  where a scale wants its group's amax: tiles as below, atomicMax on the bits (order-free)
 //   store    blocks of 256 threads walk over tiles of 128 x 128 values of one group:
 //              values as fp32 into shared memory, once --> form along columns: amaxes, scales, codes
 //                                                      --> rotated in place --> form along rows: the same
 //   finish   scales and amaxes of groups
 //
-// 64.5 KiB of values (an odd pitch: threads walk along rows and along columns) and 8 KiB of amaxes and factors a block.
-// Bound by instructions; the rows of the table in front of it take the formats where bandwidth counts.
+// 64.5 KiB of values (an odd pitch: threads walk along rows and along columns) and 8 KiB of amaxes and factors per
+// block. Bound by instructions; the rows of the table in front of it take the formats where bandwidth counts.
 #include <algorithm>
 #include <string>
 
@@ -30,7 +30,7 @@ static_assert(kStoreRows == kStoreColumns, "both forms use the same scratch");
 
 struct Shared {
   float values[kStoreRows * kPitch];
-  uint32_t amax[kMostBlocks * kStoreRows];  // of the parts of blocks that lie in one row or column
+  uint32_t amax[kMostBlocks * kStoreRows];  // of the parts of blocks that are in one row or column
   float factors[kMostBlocks * kStoreRows];  // by block
 };
 
@@ -54,7 +54,7 @@ __device__ void load_tile(const FineLaunch& p, const StoreTile& tile, Shared* s)
   __syncthreads();
 }
 
-// Raises an amax by the tile's first `rows` rows; what lies beyond is zero.
+// Raises an amax by the tile's first `rows` rows; what is beyond them is zero.
 __device__ void measure_values(const Shared* s, int rows, uint32_t* slot) {
   uint32_t amax = 0;
   for (int r = threadIdx.x / 32; r < rows; r += kThreads / 32) {
@@ -273,7 +273,7 @@ size_t workspace(const Quantize& call, const Target&) {
   return StoreScan::bytes(call.group_sizes.present() ? call.group_sizes.dims[0] : call.source.dims[0]);
 }
 
-// As many blocks as there may be tiles, at most a few an SM.
+// As many blocks as there may be tiles, at most a few per SM.
 unsigned blocks_of(const FineLaunch& p, const Quantize& call) {
   const int64_t rows = call.rows().elements() / (p.width ? p.width : 1);
   const int64_t tiles = (most_row_tiles(rows, p.scan.count, kStoreRows) + divide_up(p.padded_rows, kStoreRows) + 1) *

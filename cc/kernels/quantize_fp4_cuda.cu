@@ -5,19 +5,19 @@
 // its shared memory and walks over tiles, from the last to the first: the launch before went the other way, and what it
 // read last may still be in the L2 cache. A warp has 16 rows of 128 columns, a thread 16 rows of 4:
 //
-//     cp.async, 16 bytes --> the warp's 4 KiB of shared memory --> 32 registers, two values a word
+//     cp.async, 16 bytes --> the warp's 4 KiB of shared memory --> 32 registers, two values per word
 //                 ^ the next tile's, as soon as this one's are in registers: no other warp reads them, no barrier
 //     rows:    amax over 4 lanes, scattered so that a lane finds the scales of 4 rows --> factors back by shuffles
 //     columns: (rotated, rounded to bf16 again) a thread has whole blocks: amax, scale and factor without a shuffle
-//     codes:   by the adder (cc/math/e2m1.h), eight a word, signs by byte shuffles of what was read
+//     codes:   by the adder (cc/math/e2m1.h), eight per word, signs by byte shuffles of what was read
 //              --> rows, or columns in place: rows change sides between neighbours, four bytes per lane
 //              --> turned: 8 KiB of shared memory, swizzled by 8 bytes --> lines of 64 bytes
 //
-// A group's factors, one for each scale, stand in a table: a division for each of them, not for each block. Tiles
+// A group's factors, one for each scale, are in a table: a division for each of them, not for each block. Tiles
 // have 16 x 1024 values, so that memory is read and written in long runs and the ends of groups waste little; where
 // columns are turned, 128 x 128. 32 KiB of values, 1 of factors, 9 of turned codes and scales, 12 bytes per group.
 //
-// Instructions bind it as much as memory: 13 a value for one form, 21 for both, of about 18 and 21 in the time that
+// Instructions bind it as much as memory: 13 per value for one form, 21 for both, of about 18 and 21 in the time that
 // 2.56 and 3.13 bytes take; stochastic rounding is bound by them alone.
 //
 // fp32 values: the same tiles, 8 KiB per warp and 64 registers of values, so 2 blocks per SM (128 registers); a lane
@@ -121,7 +121,7 @@ __device__ inline void put_lines(const FineLaunch& p, const StoreTile& tile, con
   }
 }
 
-// Where a column's codes stand in shared memory.
+// Where a column's codes are in shared memory.
 __device__ inline int swapped(int column) { return column ^ (column / 32 & 1); }
 
 // Codes of columns to shared memory, 8 bytes each, and from there to lines of `rows` codes, a multiple of 16. The

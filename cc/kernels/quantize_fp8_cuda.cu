@@ -1,16 +1,16 @@
-// FP8 codes of bf16, fp16 or fp32 values: a scale a group, blocks of 128 (or 128 x 128), MXFP8's blocks of 32 in place.
-// Both forms come from one read; quantize_fp8_rows_cuda.cu has blocks along rows where rows alone are wanted.
+// FP8 codes of bf16, fp16 or fp32 values: a scale per group, blocks of 128 (or 128 x 128), MXFP8's blocks of 32 in
+// place. Both forms come from one read; quantize_fp8_rows_cuda.cu has blocks along rows where rows alone are wanted.
 //
 // One launch: each block scans the group sizes into its shared memory, then draws tiles of 128 x 128 values of one
 // group, 256 threads with 8 columns of 8 rows each. Current scaling has a launch before, of which only amaxes remain;
 // the second one then starts from the last tile. Under delayed scaling groups that have no multiplier yet are measured
 // by the launch that stores, before its first tile (start_groups).
 //
-//     cp.async, 16 bytes per row --> own part of shared memory --> 32 registers --> amaxes, two values a word
+//     cp.async, 16 bytes per row --> own part of shared memory --> 32 registers --> amaxes, two values per word
 //                 ^ the next tile's, as soon as this one's are in registers: no other thread reads them, no barrier
 //     rows:    amax over 16 lanes (4 for blocks of 32), scattered so that each lane finds the scale of one row
 //              --> scales back by shuffles --> codes, 8 bytes per row and lane
-//     columns: amax over the 8 warps through shared memory, a scale a thread --> codes of two rows a conversion
+//     columns: amax over the 8 warps through shared memory, a scale per thread --> codes of two rows per conversion
 //              --> turned: 16 KiB of shared memory, swizzled by 8 bytes --> lines of 128 bytes
 //
 // 32 KiB of raw values, 16 of turned codes, 4 of amaxes and factors, 8 or 12 bytes per group; 4 blocks per SM (64
@@ -44,7 +44,7 @@ constexpr int kBlocks = kFrom == DType::f32 || kForms == kRows + kColumns ? 2 : 
 template <bool kSquare, int kForms>
 constexpr bool kIsWide = !kSquare && kForms <= kRows;
 
-// The table lies behind it.
+// The table follows it.
 template <DType kFrom>
 struct Shared {
   uint4 raw[kVector * kBytes<kFrom> / 2][kThreads];
@@ -58,7 +58,7 @@ struct ColumnShared : Shared<kFrom> {
   ColumnScratch<kFrom> columns;
 };
 
-// Of fp32 values: where in a row of 16-byte pieces, 32 of a warp, a piece lies. Eight lanes that read every other one
+// Of fp32 values: where in a row of 16-byte pieces, 32 of a warp, a piece is. Eight lanes that read every other one
 // find them in different banks.
 __device__ inline int swizzled(int piece) { return piece ^ (piece >> 3 & 1); }
 
@@ -159,7 +159,7 @@ __device__ __noinline__ void start_groups(const StoreLaunch& p, uint32_t column_
   });
 }
 
-// kBlock 0: one scale a group; kSquare: of blocks 128 x 128. kForms 0: amaxes alone. kGather: of gathered rows.
+// kBlock 0: one scale per group; kSquare: of blocks 128 x 128. kForms 0: amaxes alone. kGather: of gathered rows.
 template <DType kFrom, int kBlock, bool kSquare, int kForms, bool kGather>
 __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
     store_tiles(const __grid_constant__ StoreLaunch p, uint32_t column_tiles) {

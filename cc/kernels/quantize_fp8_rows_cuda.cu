@@ -1,6 +1,6 @@
 // FP8 codes of bf16, fp16 or fp32 values in blocks along rows, of 128 (fp32 scales) or 32 (MXFP8), where rows alone are
 // wanted: ragged ones, or those of weights, each in strips of its own. Such a scale concerns one row, so groups do not
-// matter, but for where the last one ends, or where a list says that a weight lies.
+// matter, but for where the last one ends, or where a list says that a weight is.
 //
 // A warp takes one strip of 8 rows x 256 columns, 8 columns of each row a lane, and is done: the grid is as large as
 // the source, columns fastest, and a block is 8 warps that know nothing of each other.
@@ -8,8 +8,8 @@
 //     sizes  --32 at a time, two sums over the warp--> the first row that no group owns
 //                                                          |
 //     source --8 x ld.global.nc, 16 bytes per lane --> 32 registers; zeros from that row on and past the width
-//        --> amaxes of 8 rows, two a word --> over 16 lanes (4 for blocks of 32), scattered so that each lane finds the
-//            scale of one row (two) --> factors back by shuffles --> codes, 8 bytes per row and lane
+//        --> amaxes of 8 rows, two per word --> over 16 lanes (4 for blocks of 32), scattered so that each lane finds
+//            the scale of one row (two) --> factors back by shuffles --> codes, 8 bytes per row and lane
 //
 // Gathered rows: eight lanes find a row each, and all load from there.
 //

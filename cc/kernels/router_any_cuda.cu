@@ -12,7 +12,7 @@
 //   experts up to             32   64  128  256  512  1024
 //   registers (sm_90)         32   32   40   60   96   178      nothing is spilled
 //   warps per multiprocessor  64   64   48   32   20     8
-// Predicted for T = 8192, E = 128, k = 8 on an H200: about 650 instructions per token, 27 of them a round of the
+// Predicted for T = 8192, E = 128, k = 8 on an H200: about 650 instructions per token, 27 of them per round of the
 // choice, 6.5 us; the bytes, 4 MiB, take 1 us of it.
 #include <string>
 
@@ -116,7 +116,7 @@ __device__ Slot choose(const Problem& p, int64_t token, const float (&raw)[kPer]
   return mine;
 }
 
-// Blocks that should fit a multiprocessor: 40 registers per thread for few experts, 64, 96 and 255 for more.
+// Blocks that should fit on a multiprocessor: 40 registers per thread for few experts, 64, 96 and 255 for more.
 constexpr int route_blocks(int per_lane) { return per_lane <= 4 ? 12 : per_lane <= 8 ? 8 : per_lane <= 16 ? 5 : 2; }
 
 template <int kPer>

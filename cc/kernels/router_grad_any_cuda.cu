@@ -94,7 +94,7 @@ __device__ void add_probs_gradient(const Problem& p, int sequence, const float (
   for_experts<kPer>(p.count, [&](int i, int) { grads[i] = fl_div(fl_sub(grads[i], mean), divisor); });
 }
 
-// Blocks that should fit a multiprocessor: 48 registers per thread for few experts, 72, 96 and 168 for more.
+// Blocks that should fit on a multiprocessor: 48 registers per thread for few experts, 72, 96 and 168 for more.
 constexpr int grad_blocks(int per_lane) { return per_lane <= 4 ? 10 : per_lane <= 8 ? 7 : per_lane <= 16 ? 5 : 3; }
 
 template <int kPer>

@@ -1,7 +1,7 @@
 // Losses of a router and what their gradients need, from sums over sequences.
 //
-//   slopes   a warp a sequence: sequences with tokens are counted, then slopes, and their product with prob_sums summed
-//            in the order of lane_sum --> workspace
+//   slopes   one warp per sequence: sequences with tokens are counted, then slopes, and their product with prob_sums
+//            summed in the order of lane_sum --> workspace
 //   losses   one warp: four sums over sequences, one per lane, in order
 //
 // Up to 32 sequences are one block, whose first warp is the one of the losses; of more, losses are a second launch. On

@@ -9,8 +9,8 @@
 //                                                                                --> workspace, row w + s
 //     further blocks, 256 tokens each: experts --> counters in shared memory, of the sequence of the first token;
 //                                      slots of others count in the result
-//   add_partials   32 columns of up to 32 sequences a block of 32 warps
-//     at most 32 runs   a warp a sequence: a register a run, then the tree
+//   add_partials   32 columns of up to 32 sequences per block of 32 warps
+//     at most 32 runs   a warp per sequence: a register per run, then the tree
 //     more              the block together, one sequence after the other: warp j is lane j of `lane_sum`, and after a
 //                       transpose in shared memory warp c adds the tree of column c
 //

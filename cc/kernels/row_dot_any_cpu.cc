@@ -1,5 +1,5 @@
-// One dot product a row, over one or two pairs of vectors. Lane j of kSums sums the products of elements j, j + kSums,
-// ... of the first pair and then of the second; the lanes are added as a balanced tree. Tasks split rows.
+// One dot product per row, over one or two pairs of vectors. Lane j of kSums sums the products of elements j, j +
+// kSums, ... of the first pair and then of the second; the lanes are added as a balanced tree. Tasks split rows.
 #include <algorithm>
 
 #include "cc/cpu/formats.h"

@@ -1,4 +1,4 @@
-// Delayed scaling, a step of every role and group. State is a few numbers a group: one thread.
+// Delayed scaling, a step of every role and group. State is a few numbers per group: one thread.
 #include "cc/cpu/formats.h"
 #include "cc/cpu/parallel.h"
 #include "cc/kernels/kernels.h"

@@ -1,5 +1,5 @@
-// Delayed scaling, a step of every role and group. State is a few numbers a group, so latency is what it costs: a block
-// has 8 groups of a role and 128 slots of their history at a time, 8 of which a thread loads at once.
+// Delayed scaling, a step of every role and group. State is a few numbers per group, so latency is what it costs: a
+// block has 8 groups of a role and 128 slots of their history at a time, 8 of which a thread loads at once.
 //
 //   history --8 loads per thread in flight--> registers --barrier--> one slot further, over what was read; largest of
 //   each group by shuffles and shared memory --> new scale
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) update_scales(const Problem p) {
       held[k] = exists && i < p.length ? in[i * p.groups] : 0.0f;
       if (!p.most_recent) peak = amax_with(peak, held[k]);
     }
-    __syncthreads();  // in place, a slot is written only when everybody has read
+    __syncthreads();  // in place, a slot is written only when all threads have read
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       const int64_t i = first + k * kSlots + slot, to = keep ? i : i - 1;

@@ -8,7 +8,7 @@
 // hash_experts    a thread per token: its row of the table, or its draws
 //
 // Registers and shared memory (sm_90): count_chosen 26, 33 KiB; count_slots 32, 32 KiB; place_slots 64, 41 KiB, one
-// block of 1024 threads a multiprocessor; map_padded 18; hash_tokens 32, and 144 bytes of local memory for the draws.
+// block of 1024 threads per multiprocessor; map_padded 18; hash_tokens 32, and 144 bytes of local memory for the draws.
 // Predicted for T = 8192, k = 8, 128 groups on an H200: 64 blocks, count 2.5 us, place 4.5 us, and as they overlap 6 us
 // together: five trips to memory, one after the other, and fifteen barriers, rather than bytes.
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Codes times scales of blocks, written as plain numbers: the pass in front of a product whose kernel reads no codes.
 //
-//   codes --8 a thread and step, kAhead steps in flight--> registers: to fp16 (exact), to fp32, * scale, one rounding
+//   codes --8 per thread and step, kAhead steps in flight--> registers: to fp16 (exact), to fp32, * scale, one rounding
 //         --16 or 32 bytes per thread--> memory
 //
 // Neighbouring threads take neighbouring pieces of 8, so that both sides are whole lines; no shared memory. The usual
@@ -205,7 +205,7 @@ struct Divider {
   __device__ uint32_t divide(uint32_t n) const { return __umulhi(n, magic) >> shift; }
 };
 
-// Whether one of four codes is 0 or 255, which stand for a subnormal number and NaN.
+// Whether one of four codes is 0 or 255, which represent a subnormal number and NaN.
 __device__ bool has_special_e8m0(uint32_t codes) {
   return (((codes - 0x01010101u) & ~codes) | ((~codes - 0x01010101u) & codes)) & 0x80808080u;
 }

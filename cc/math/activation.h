@@ -63,8 +63,8 @@ GROUPED_HOST_DEVICE constexpr bool is_gated(ActivationKind kind) {
 }
 
 // A kind and its parameters as a kernel takes them.
-// Where the gate of an activated column lies in hidden rows whose halves lie in blocks of `block` columns by turns
-// (numerics 5); the linear half of the column lies `block` further.
+// Where the gate of an activated column is in hidden rows with halves in alternating blocks of `block` columns
+// (numerics 5); the linear half of the column is `block` further.
 template <class Index>
 GROUPED_HOST_DEVICE constexpr Index gate_column_of(Index column, Index block) {
   return column + column / block * block;

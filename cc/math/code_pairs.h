@@ -1,4 +1,4 @@
-// Codes of weights as pairs of bfloat16 in the order in which they lie, for kernels that widen codes on their way to
+// Codes of weights as pairs of bfloat16 in their order in memory, for kernels that widen codes on their way to
 // the tensor cores. Bits are taken apart by masks and one integer multiplication, which leaves an exponent that is too
 // small by a constant; one multiplication of two bfloat16 numbers with a power of two or a scale makes it good. The
 // results are code * scale, rounded once to bfloat16, as widening gives them (numerics 4).
@@ -15,7 +15,7 @@
 
 namespace grouped::pairs {
 
-// Codes of E2M1, two a byte, or of E4M3; and what multiplies them within a row.
+// Codes of E2M1, two per byte, or of E4M3; and what multiplies them within a row.
 enum class Codes { mxfp4, nvfp4, mxfp8, e4m3 };
 
 constexpr bool is_nibbles(Codes codes) { return codes == Codes::mxfp4 || codes == Codes::nvfp4; }

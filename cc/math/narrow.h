@@ -1,5 +1,5 @@
 // The narrow element types, numerics 2.1: decode, saturating encode to the nearest (ties to even), stochastic rounding.
-// E8M0 stands for powers of two and is a scale only; its encoding is a rule of cc/math/scales.h.
+// E8M0 represents powers of two and is a scale only; its encoding is a rule of cc/math/scales.h.
 //
 // NaN is written as one code whatever its sign; everything above the largest finite value, infinity included, becomes
 // that value; subnormals and the sign of zero are kept. The bits are those of PTX `cvt.rn.satfinite`. Loops over the

@@ -30,7 +30,7 @@ GROUPED_HOST_DEVICE static inline Parts parts_of(float value) {
   return parts;
 }
 
-// Which part is where: `order` has a decimal digit a place, 1 for the largest part.
+// Which part is where: `order` has one decimal digit per place, 1 for the largest part.
 struct PartOrder {
   int count;
   uint8_t part[kMostParts];  // 0 to 2

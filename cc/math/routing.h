@@ -40,7 +40,7 @@ inline float lane_sum(int64_t count, const Value& value) {
 }
 
 // Sums over the tokens of a sequence: run w has the tokens from w * kTokensARun on. A run's tokens that belong to one
-// sequence are added in order, from zero on; the sequence's partial sums, one a run, are added by `lane_sum`. The
+// sequence are added in order, from zero on; the sequence's partial sums, one per run, are added by `lane_sum`. The
 // partial of run w and sequence s has place w + s: no other pair with tokens has it, as neither falls along the tokens.
 constexpr int kTokensARun = 8;
 constexpr int64_t token_runs(int64_t tokens) { return (tokens + kTokensARun - 1) / kTokensARun; }

@@ -84,7 +84,7 @@ GROUPED_HOST_DEVICE static inline float e8m0_encode_scale(uint8_t code) {
   return bits_float(code == 254 ? 0x00400000u : static_cast<uint32_t>(254 - code) << 23);
 }
 
-// --- NVFP4: an E4M3 scale a block, an fp32 scale a group (numerics 2.5) ---
+// --- NVFP4: an E4M3 scale per block, an fp32 scale per group (numerics 2.5) ---
 
 constexpr float kNvfp4Range = 2688.0f;             // 448 * 6: what a group's amax is mapped to
 constexpr float kFourOverSixRange = 1536.0f;       // 256 * 6: leaves room for block scales 1.5 times as large

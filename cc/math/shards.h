@@ -1,4 +1,4 @@
-// Where the magnitudes of a weight's blocks stand while it is quantised in parts (ShardAmax of cc/api/calls.h).
+// Where the magnitudes of a weight's blocks are kept while it is quantised in parts (ShardAmax of cc/api/calls.h).
 #pragma once
 
 #include "cc/math/store.h"
@@ -23,7 +23,7 @@ struct ShardSlots {
     return s;
   }
   GROUPED_HOST_DEVICE bool square() const { return outer > 1; }
-  // Of the block that element (a, b) lies in.
+  // Of the block that element (a, b) is in.
   GROUPED_HOST_DEVICE int64_t at(int64_t a, int64_t b) const {
     return block == 0 ? 0 : 1 + a / outer * wide + b / block;
   }

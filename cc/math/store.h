@@ -1,5 +1,5 @@
 // What a quantiser does with the largest magnitude of a block: the rules of cc/math/scales.h behind one function, so
-// that kernels know no formats. And where stored scales lie (numerics 2.4).
+// that kernels know no formats. And where stored scales are (numerics 2.4).
 #pragma once
 
 #include <string>
@@ -84,10 +84,10 @@ GROUPED_HOST_DEVICE static inline float stored_value(float code, float block, fl
 
 GROUPED_HOST_DEVICE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Bytes of a row of codes: E2M1 are two a byte.
+// Bytes of a row of codes: E2M1 codes are two per byte.
 inline int64_t row_bytes(DType type, int64_t codes) { return type == DType::u8 ? divide_up(codes, 2) : codes; }
 
-// Where the block scales of one form lie: of (row of blocks, column of blocks) as the source has them.
+// Where the block scales of one form are: of (row of blocks, column of blocks) as the source has them.
 struct ScalePlace {
   int64_t group_step;  // between the groups of weights
   int64_t row_step;

@@ -122,14 +122,14 @@ class TestGroupedMatmul:
         assert self.call(dy, axes=(1, 2)).outputs[0].shape == (6, 8)
         assert self.call(self.X, dy, (0, 0)).outputs[0].shape == (3, 8, 4)
 
-    def test_one_entry_a_slot_and_params_in_order(self):
+    def test_one_entry_per_slot_and_params_in_order(self):
         call = self.call(bias=ArraySpec((3, 4), "float32"))
         assert len(call.inputs) == len(calls.SLOTS["grouped_matmul"])
         assert call.inputs[call.slot("bias")] == ArraySpec((3, 4), "float32")
         assert call.inputs[call.slot("row_scale")] is None
         assert dict(call.params)["rhs_axis"] == 1
 
-    def test_into_is_aliased_and_tables_have_an_address_a_group(self):
+    def test_into_is_aliased_and_tables_have_one_address_per_group(self):
         into = ArraySpec((6, 4), "bfloat16")
         assert self.call(into=into).aliases == ((calls.SLOTS["grouped_matmul"].index("into"), 0),)
         assert self.call().aliases == ()

@@ -113,7 +113,7 @@ def test_half_ulp_is_half_the_gap_to_the_next_number(dtype):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("scale_bias", [False, True])
-def test_the_oracle_lies_within_its_own_bounds_and_one_changed_number_does_not(dtype, scale_bias):
+def test_the_oracle_is_within_its_own_bounds_and_one_changed_number_is_not(dtype, scale_bias):
     p = cases.problem(cases.named("jagged"), dtype)
     op = Linear(Names("x", "w"), scale_bias=scale_bias)
     run = Oracle()

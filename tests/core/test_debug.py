@@ -73,7 +73,7 @@ def test_any_sizes(data):
     assert word(sizes, rows) == expected(sizes, rows)
 
 
-def test_the_word_in_words():
+def test_the_status_word_is_described_in_text():
     assert debug.describe_status(0) == "the group sizes fit"
     assert "negative" in debug.describe_status(debug.SIZE_NEGATIVE)
     both = debug.describe_status(debug.SIZE_NEGATIVE | debug.SIZE_OVERFLOW)

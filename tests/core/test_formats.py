@@ -29,7 +29,7 @@ def test_plain_formats_are_keyed_by_their_element_type():
     [(recipes.BF16, "bfloat16"), (recipes.FP16, "float16"), (recipes.FP32, "float32")],
     ids=lambda part: getattr(part, "name", part),
 )
-def test_named_recipes_are_one_format_in_every_cell(recipe, values):
+def test_named_recipes_have_one_format_for_every_operand(recipe, values):
     cells = (*recipe.forward, *recipe.dgrad, *recipe.wgrad)
     assert {fmt.values for fmt in cells} == {values}
     assert recipe == recipes.plain(values)

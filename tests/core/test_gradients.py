@@ -255,7 +255,7 @@ def test_weights_are_saved_as_dgrad_reads_them_or_as_they_came(saved):
 
 
 @pytest.mark.parametrize("saved", SAVED)
-def test_magnitudes_are_found_once_where_somebody_wants_them(saved):
+def test_magnitudes_are_found_once_where_they_are_requested(saved):
     """Of x and w in forward, of dy in backward; an operand that is stored a second time is not measured again."""
     op = Linear(NAMES, transposed=True, recipe=FP8Delayed.replace(saved=saved))
     sizes, scales = ArraySpec((3,), "int32"), ArraySpec((3,), "float32")

@@ -400,7 +400,7 @@ def test_masks_and_factors_are_those_of_the_specification():
 
 @pytest.mark.rule("LOR-1", "MAT-9")
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_a_row_scale_without_gradient_scales_the_gradient_of_x_alike(dropout):
+def test_the_gradient_of_x_is_the_same_without_a_gradient_of_the_row_scale(dropout):
     """dx then comes from one pass, and else from the unscaled product that the gradient of the row scale reads."""
     s = setup(exact=True, row_scale=True, dropout=dropout)
     run, needs = Oracle(exact=True), s.needs()

@@ -96,7 +96,7 @@ def test_no_rows_have_a_plan():
     assert plans.plan(call(rows=0), "cpu").kernel
 
 
-def test_explain_has_a_line_a_call():
+def test_explain_has_one_line_per_call():
     text = debug.explain_calls([call(), call("no_such_kernel")], "cpu")
     first, second = text.splitlines()
     assert first == "grouped_matmul -> bfloat16[6, 4]: grouped_matmul_any_cpu on cpu"

@@ -92,7 +92,7 @@ def test_what_a_test_is_marked_with_exists(name):
     )
 
 
-def test_what_comes_later_has_no_row_yet():
+def test_parts_that_are_not_built_have_no_row():
     assert not LATER.keys() & ROWS.keys(), "a part was built: take its rows out of LATER"
 
 

@@ -522,7 +522,7 @@ def test_compiled_experts_have_the_same_bits() -> None:
 
 
 @pytest.mark.rule("HST-5")
-def test_a_recipe_stands_for_the_formats_of_the_config() -> None:
+def test_a_recipe_takes_the_place_of_the_formats_of_the_config() -> None:
     config, sizes = _config(fp8="hybrid", params_dtype=torch.bfloat16, bf16=True), torch.tensor(SIZES["jagged"])
     with refused(NotImplementedError, ["formats of the config: fp8='hybrid'", "expected a recipe of ours", "pass one"]):
         _ours(config)

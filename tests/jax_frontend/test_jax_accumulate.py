@@ -212,7 +212,7 @@ def test_value_and_accumulate_grad_takes_refs():
 
 
 @pytest.mark.rule("ACC-2", "ACC-7")
-def test_an_accumulator_nobody_differentiates_stays():
+def test_an_accumulator_of_a_frozen_weight_adds_no_call():
     (x,), (w,) = data()
     accum = jnp.zeros(w.shape, jnp.float32)
     frozen = jax.make_jaxpr(jax.grad(lambda x: loss(x, w, accum)))(x)

@@ -16,10 +16,11 @@ import jax_grouped
 from grouped_core import recipes
 from grouped_core.recipes import Recipe
 from jax_grouped import moe, nnx
-from tests import asserts, bounds
+from tests import asserts
 from tests.jax_frontend.jax_tools import same
+from tests.quantized import QUANTIZING
 
-RECIPES = tuple(getattr(recipes, name) for name in bounds.RELATIVE_ERRORS)
+RECIPES = QUANTIZING
 DELAYED = recipes.FP8Delayed.replace(history=3)
 SIZES = np.asarray([5, 0, 9, 2], np.int32)
 G, S, H, F = len(SIZES), int(SIZES.sum()), 64, 32
@@ -184,7 +185,7 @@ def test_a_training_step_in_both_styles() -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_each_call_rounds_anew_and_a_seed_repeats(kind: str) -> None:
+def test_calls_round_differently_and_a_seed_repeats_them(kind: str) -> None:
     def twice() -> list[Any]:
         layer, x = layer_of(kind, recipes.NVFP4), rows()
         found = []

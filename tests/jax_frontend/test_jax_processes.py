@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-SECONDS = 120
+SECONDS = 60
 """Until processes that wait for each other are ended: a busy machine takes a while to import JAX twice."""
 
 PROGRAM = """

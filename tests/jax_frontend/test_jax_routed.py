@@ -432,7 +432,7 @@ def test_under_shard_map(check_vma: bool) -> None:
     assert "all-gather" not in optimised(run.lower(a["x"], a["weights"], weights))
 
 
-def test_the_result_may_lie_in_the_callers_buffer() -> None:
+def test_the_result_may_be_in_the_callers_buffer() -> None:
     a, experts, _ = problem()
     asserts.bitwise(call(a, experts, out=jnp.full((T, H), jnp.nan)), call(a, experts))
 

@@ -112,7 +112,7 @@ class TestLists:
         for name in names:
             assert cases.numpy_dtype(name).name == name
 
-    def test_every_call_has_a_kernel_and_a_handler_a_platform(self):
+    def test_every_call_has_a_kernel_and_one_handler_per_platform(self):
         assert set(_native.kernels()) == set(SLOTS)
         assert all(_native.kernels().values())
         targets = {f"jg_{name}_v1" for name in SLOTS}

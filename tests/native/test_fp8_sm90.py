@@ -443,7 +443,7 @@ def _plan(lhs: Operand, rhs: Operand, recipe: Recipe, axes: tuple[int, int] = (1
         (PAIRS[3], FP8Block, PROMOTED),
     ],
 )
-def test_who_takes_rows(pair, recipe, kernel):
+def test_the_kernel_that_is_planned_for_rows(pair, recipe, kernel):
     plan = _plan(rows_operand(TILES, TILES.k, pair[0], "x"), weight_operand(TILES, pair[1]), recipe)
     assert plan.kernel == kernel, plan.refusals
 
@@ -451,7 +451,7 @@ def test_who_takes_rows(pair, recipe, kernel):
 @with_cuda
 @pytest.mark.rule("MAT-6")
 @each_turned_pair
-def test_who_takes_weight_gradients(pair):
+def test_the_kernel_that_is_planned_for_weight_gradients(pair):
     lhs, rhs = turned_operand(TILES, TILES.k, pair[0], "x"), turned_operand(TILES, TILES.n, pair[1], "dy")
     plan = _plan(lhs, rhs, FP8Block if pair[0].block else FP8Current, (0, 0))
     assert plan.kernel == WGRAD, plan.refusals

@@ -54,7 +54,7 @@ def test_every_case_within_its_bound(kernel, case, dtype, which, transposed):
 @each_kernel
 @pytest.mark.parametrize("dtype", cases.FP8)
 @pytest.mark.parametrize("which", ["forward", "dgrad", "wgrad", "wgrad of fp8 rows"])
-def test_fp8_operands_as_they_stand(kernel, dtype, which):
+def test_fp8_operands_without_scales(kernel, dtype, which):
     """Gradients of the result are bfloat16 beside them."""
     p = cases.problem(cases.named("jagged"), dtype)
     if which.endswith("rows"):

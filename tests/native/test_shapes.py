@@ -254,7 +254,7 @@ def test_segments_hold_whole_blocks():
 
 
 @pytest.mark.rule("ERR-6")
-def test_nothing_is_left_of_a_format_without_a_result():
+def test_an_amax_without_codes_is_refused():
     """An amax that the quantiser is not asked for would stay unchanged."""
     call = next(call for call in EVERY if call.name == "grouped_matmul_act")
     outputs = list(call.outputs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from grouped_core import recipes
 from grouped_core.formats import FORMATS
-from tests import bounds
+from tests.quantized import QUANTIZING
 
-RECIPES = tuple(getattr(recipes, name) for name in bounds.RELATIVE_ERRORS)
+RECIPES = QUANTIZING
 MIXED = (
     recipes.FP8Block.replace(name="plain wgrad", wgrad=recipes.BF16.wgrad),
     recipes.MXFP8.replace(name="weights alone", forward=(FORMATS["bf16"], FORMATS["mxfp8"]), dgrad=recipes.BF16.dgrad,

@@ -57,7 +57,7 @@ def spec_of(kind: str, interleave: int | None, width: int) -> Activation:
     valid=lambda kind, interleave, halves, **_: not halves or (kind in GATED_KINDS and interleave is None),
     apart=[("case", "kind"), ("case", "interleave")],  # activations are of single elements
 )
-def test_frontends_agree_bitwise_and_lie_within_the_bounds(
+def test_frontends_agree_bitwise_and_are_within_the_bounds(
     case, kind, interleave, dtype, transposed, probs, bias, policy, halves
 ):
     """All frontends give the same bits, whether gate and linear half are one array or, with `halves`, two."""
@@ -89,7 +89,7 @@ def test_frontends_agree_bitwise_and_lie_within_the_bounds(
 @pytest.mark.rule("MAT-7", "MAT-3")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("halves", [False, True])
-def test_operands_may_stand_anywhere_in_memory(policy, halves):
+def test_operands_may_be_anywhere_in_memory(policy, halves):
     """Each operand in turn, and then all of them, one element past a multiple of 16 bytes."""
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, bias="float32")
     form = in_halves(given, True) if halves else given
@@ -574,7 +574,7 @@ def test_parts_take_probabilities_of_16_bits(frontend, recipe):
 
 
 @pytest.mark.rule("ALL-4", "DLY-9")
-def test_torch_parts_keep_nothing_for_weights_that_nobody_wants():
+def test_torch_parts_keep_nothing_for_weights_that_need_no_gradient():
     given, dy = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
     held = {name: None if given[name] is None else to_torch(given[name]) for name in LEAVES}
     needs = MlpNeeds(wi=False, wo=False)

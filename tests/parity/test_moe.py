@@ -1,6 +1,6 @@
 """Routing, `routed_mlp` and the whole layer: the frontends give the bits of the rules, run on NumPy arrays.
 
-A frontend is one `Face`; `FACES` lists them. Letters: T tokens, E experts, k experts per token, H, F as in `nn.MoE`.
+`FRONTENDS` lists the frontends. Letters: T tokens, E experts, k experts per token, H, F as in `nn.MoE`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def draw(*shape: int, seed: object = 0, dtype: str = "float32", scale: float = 1
 
 
 @dataclass(frozen=True)
-class Face:
+class Frontend:
     """One way to the functions of routing, over NumPy arrays.
 
     Attributes:
@@ -153,7 +153,7 @@ def _rules_moe(operands: Arrays, router: Any, dy: Any, k: int, **options: Any) -
     return [y, losses.values[:2], total, grads.router[0], dwi, dwo]
 
 
-RULES = Face("rules", _rules_router, _rules_rows, _rules_functions, _rules_mlp, _rules_moe)
+RULES = Frontend("rules", _rules_router, _rules_rows, _rules_functions, _rules_mlp, _rules_moe)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,9 +317,9 @@ def _jax_moe(operands: Arrays, router: Any, dy: Any, k: int, **options: Any) -> 
     return _numpy([y, losses, grads["x"], np.ascontiguousarray(np.asarray(d_router).T), grads["wi"], grads["wo"]])
 
 
-FACES = (
-    Face("torch", _torch_router, _torch_rows, _torch_functions, _torch_mlp, _torch_moe),
-    Face("jax", _jax_router, _jax_rows, _jax_functions, _jax_mlp, _jax_moe),
+FRONTENDS = (
+    Frontend("torch", _torch_router, _torch_rows, _torch_functions, _torch_mlp, _torch_moe),
+    Frontend("jax", _jax_router, _jax_rows, _jax_functions, _jax_mlp, _jax_moe),
 )
 """The frontends, each held against the rules."""
 
@@ -327,9 +327,9 @@ FACES = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _same(face: Face, part: str, names: str, *operands: Any, **options: Any) -> None:
-    """A frontend and the rules give the same bits; `part`: of `Face`, `names`: of its results."""
-    ours, wanted = (getattr(each, part)(*operands, **options) for each in (face, RULES))
+def _same(frontend: Frontend, part: str, names: str, *operands: Any, **options: Any) -> None:
+    """A frontend and the rules give the same bits; `part`: of `Frontend`, `names`: of its results."""
+    ours, wanted = (getattr(each, part)(*operands, **options) for each in (frontend, RULES))
     for name, one, two in zip(names.split(), ours, wanted, strict=True):
         assert (one is None) == (two is None), name
         if two is not None:
@@ -337,36 +337,36 @@ def _same(face: Face, part: str, names: str, *operands: Any, **options: Any) -> 
 
 
 @pytest.mark.rule("LYR-1", "LYR-2", "LYR-3", "LYR-8", "ALL-1")
-@pytest.mark.parametrize("face", FACES, ids=str)
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
 @pytest.mark.matrix(
     router=tuple(ROUTERS), masked=(False, True), replay=(False, True), dtype=("float32", "bfloat16", "float16")
 )
-def test_the_router(face: Face, router: str, masked: bool, replay: bool, dtype: str) -> None:
+def test_the_router(frontend: Frontend, router: str, masked: bool, replay: bool, dtype: str) -> None:
     given: Arrays = {"bias": draw(E, seed="bias", scale=0.1)}
     given |= {"mask": mask_of(T)} if masked else {}
     given |= {"experts": experts_of(T, K, E)} if replay else {}
     operands = (draw(T, E, dtype=dtype), K, draw(T, K, seed="dw"), {**ROUTERS[router], **LOSSES})
-    _same(face, "router", "weights experts load losses dropped entropy dx", *operands, **given)
+    _same(frontend, "router", "weights experts load losses dropped entropy dx", *operands, **given)
 
 
 @pytest.mark.rule("LYR-5", "LYR-6", "ALL-1")
-@pytest.mark.parametrize("face", FACES, ids=str)
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
 @pytest.mark.matrix(align=(1, 16), max_rows=(None, 64), dtype=("float32", "bfloat16", "float16"))
-def test_rows_and_sums(face: Face, align: int, max_rows: int | None, dtype: str) -> None:
+def test_rows_and_sums(frontend: Frontend, align: int, max_rows: int | None, dtype: str) -> None:
     experts = experts_of(T, K, E)
     experts[2, 0], experts[9, 1] = -1, E
     probs = np.abs(draw(T, K, seed="p"))
     operands = (draw(T, H, dtype=dtype), experts, E, probs, draw(T, H, seed="dy", dtype=dtype), align, max_rows)
-    _same(face, "rows", "rows sizes source inverse probs y dx dprobs", *operands)
+    _same(frontend, "rows", "rows sizes source inverse probs y dx dprobs", *operands)
 
 
 @pytest.mark.rule("LYR-4", "LYR-7", "LYR-14", "LYR-15", "ALL-1")
-@pytest.mark.parametrize("face", FACES, ids=str)
-def test_the_other_functions(face: Face) -> None:
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
+def test_the_other_functions(frontend: Frontend) -> None:
     load, ids = np.arange(E, dtype=np.int32), np.arange(T, dtype=np.int32) * 7919
     sizes = np.array([3, 0, 17, 5, 0, 0, 8, 2], np.int32)
     operands = (draw(T, E), draw(E, seed="bias"), load, ids, draw(T, H, seed="rows"), sizes)
-    _same(face, "functions", "hash sign quantile padded sizes", *operands)
+    _same(frontend, "functions", "hash sign quantile padded sizes", *operands)
 
 
 def _operands(dtype: str, *, bias: bool) -> Arrays:
@@ -380,23 +380,23 @@ def _operands(dtype: str, *, bias: bool) -> Arrays:
 
 
 @pytest.mark.rule("LYR-16", "ALL-1")
-@pytest.mark.parametrize("face", FACES, ids=str)
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
 @pytest.mark.matrix(recipe=(None, FP8Current, FP8Block, MXFP8), bias=(False, True), dtype=("float32", "bfloat16"))
-def test_the_mlp_of_tokens(face: Face, recipe: Any, bias: bool, dtype: str) -> None:
+def test_the_mlp_of_tokens(frontend: Frontend, recipe: Any, bias: bool, dtype: str) -> None:
     experts = experts_of(T, K, E)
     experts[2, 0], experts[9, 1] = -1, E
     operands = (_operands(dtype, bias=bias), experts, np.abs(draw(T, K, seed="w")), draw(T, H, seed="dy", dtype=dtype))
-    _same(face, "mlp", "y x wi wo weights wi_bias wo_bias", *operands, recipe=recipe)
+    _same(frontend, "mlp", "y x wi wo weights wi_bias wo_bias", *operands, recipe=recipe)
 
 
 @pytest.mark.rule("LYR-1", "LYR-16", "ALL-1")
-@pytest.mark.parametrize("face", FACES, ids=str)
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
 @pytest.mark.parametrize("router", ["softmax", "gpt_oss", "deepseek_v3", "capacity_probs"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_whole_layer(face: Face, router: str, dtype: str) -> None:
+def test_the_whole_layer(frontend: Frontend, router: str, dtype: str) -> None:
     operands = _operands(dtype, bias=False)
     given = (operands, draw(E, H, seed="router", dtype=dtype, scale=H**-0.5), draw(T, H, seed="dy", dtype=dtype), K)
-    _same(face, "moe", "y losses x router wi wo", *given, **ROUTERS[router])
+    _same(frontend, "moe", "y losses x router wi wo", *given, **ROUTERS[router])
 
 
 # ---- what does not fit
@@ -447,12 +447,12 @@ BAD_TOKENS: dict[str, tuple[type[Exception], Arrays, tuple[str, ...]]] = {
         ("`x`: dtype float8_e4m3fn", "expected one of float32, bfloat16, float16;", "cast it"),
     ),
 }
-FRONTENDS = {"jax": (jax_grouped, jnp.asarray), "torch": (torch_bridge, to_torch)}
+LIBRARIES = {"jax": (jax_grouped, jnp.asarray), "torch": (torch_bridge, to_torch)}
 
 
 def _tokens(frontend: str, **changed: Any) -> Any:
     """`routed_mlp` of six tokens; `changed`: arguments in place of good ones."""
-    library, array = FRONTENDS[frontend]
+    library, array = LIBRARIES[frontend]
     given = {
         "x": draw(6, 8),
         "experts": np.zeros((6, 2), np.int32),
@@ -465,7 +465,7 @@ def _tokens(frontend: str, **changed: Any) -> Any:
 
 
 @pytest.mark.rule("ERR-1", "ALL-1")
-@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("frontend", LIBRARIES)
 @pytest.mark.parametrize("name", BAD_TOKENS)
 def test_tokens_that_do_not_fit_are_refused(name: str, frontend: str) -> None:
     kind, changed, fragments = BAD_TOKENS[name]
@@ -476,14 +476,14 @@ def test_tokens_that_do_not_fit_are_refused(name: str, frontend: str) -> None:
 @pytest.mark.rule("ALL-1", "LYR-16")
 def test_tokens_may_have_more_slots_than_a_router_gives() -> None:
     slots = np.random.default_rng(0).integers(-1, 3, (6, 40)).astype(np.int32)
-    both = [_tokens(each, experts=slots, weights=draw(6, 40, seed=1)) for each in FRONTENDS]
+    both = [_tokens(each, experts=slots, weights=draw(6, 40, seed=1)) for each in LIBRARIES]
     asserts.bitwise(as_numpy(both[1]), as_numpy(both[0]))
 
 
 @pytest.mark.rule("ERR-1", "ALL-1")
-@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("frontend", LIBRARIES)
 def test_numbers_that_are_arrays_and_large_capacities(frontend: str) -> None:
-    library, array = FRONTENDS[frontend]
+    library, array = LIBRARIES[frontend]
     bias, load, logits = array(draw(4)), array(np.arange(4, dtype=np.int32)), array(draw(6, 4))
     with asserts.refused(TypeError, ("`rate` of update_bias", "expected a number that is known", "pass a float")):
         library.route.update_bias(bias, load, array(draw(2)))

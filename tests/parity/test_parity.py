@@ -105,7 +105,7 @@ def test_no_gradient_depends_on_which_others_are_asked_for(dtype, scale_bias):
 @pytest.mark.parametrize("scale_bias", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_the_whole_operation_lies_within_its_bounds(dtype, transposed, scale_bias):
+def test_the_whole_operation_is_within_its_bounds(dtype, transposed, scale_bias):
     p = cases.problem(cases.named("tail"), dtype, transposed=transposed)
     given = operands(p, bias=dtype, row_scale="float32")
     options = {"transposed": transposed, "scale_bias": scale_bias}

@@ -98,7 +98,7 @@ def test_gradients_of_row_scales_have_the_same_bits(recipe, needs):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("recipe", [*RECIPES, *MIXED], ids=lambda r: r.name)
-def test_each_call_lies_within_its_bound(recipe, transposed):
+def test_each_call_is_within_its_bound(recipe, transposed):
     """Quantisers have the oracle's bits, and products its values for the same codes and scales."""
     p = cases.problem(cases.named("jagged"), "bfloat16", transposed=transposed)
     op = Linear(ARRAYS.names, transposed=transposed, recipe=recipe)
@@ -530,7 +530,7 @@ OF_ROWS = [name for name in QUANTISED if not FORMATS[name].square and name != "m
 
 
 @pytest.mark.matrix(format=QUANTISED, dtype=("float32", "bfloat16", "float16"), axis=(-1, 1, (2, 1)))
-def test_weights_are_quantised_alike(format, dtype, axis):
+def test_frontends_quantise_weights_identically(format, dtype, axis):
     w = cases.problem(cases.named("k_n_odd"), dtype).w
     made = arrays.quantize(w, format, axis=axis)
     for found in (jax_grouped.quantize(w, format, axis=axis), torch_bridge.quantize(to_torch(w), format, axis=axis)):
@@ -544,7 +544,7 @@ def test_weights_are_quantised_alike(format, dtype, axis):
 
 
 @pytest.mark.matrix(format=OF_ROWS, dtype=("float32", "bfloat16"), axis=(1, 0, (1, 0)), sized=(False, True))
-def test_rows_are_quantised_alike(format, dtype, axis, sized):
+def test_frontends_quantise_rows_identically(format, dtype, axis, sized):
     p = cases.problem(cases.named("tail"), dtype)
     x, sizes = (p.x, p.group_sizes) if sized else (np.nan_to_num(p.x), None)
     made = arrays.quantize(x, format, axis=axis, group_sizes=sizes)

@@ -154,7 +154,7 @@ def _both(change: dict[str, Any]) -> list[Any]:
         ({"lora_wgrad_accum": (None, None)}, ValueError, ["`lora_wgrad_accum`", "without `lora`", "leave it out"]),
     ],
 )  # fmt: skip
-def test_arguments_of_a_layer_are_refused_alike(change: dict[str, Any], kind: type[Exception], said: list[str]):
+def test_both_frontends_refuse_the_same_arguments(change: dict[str, Any], kind: type[Exception], said: list[str]):
     for call in _both(change):
         with asserts.refused(kind, said):
             call()

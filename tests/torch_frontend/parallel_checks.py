@@ -285,11 +285,11 @@ def other_placements_and_uses_are_refused(mesh: DeviceMesh) -> None:
         layer.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [placement]))
         with asserts.refused(ValueError, ["`weight`", "placed", "Shard(0) along every axis", "redistribute"]):
             layer(s.x, sizes)
-    weight = spread.linear_fc2.weight
     with asserts.refused(ValueError, ["`weight`", "a DTensor", "to_local()"]):
-        grouped_linear(s.x[:, :8].contiguous(), weight, s.sizes)
+        grouped_linear(s.x[:, :8].contiguous(), spread.linear_fc2.weight, s.sizes)
+    weight = torch.zeros(4, 3, s.x.shape[1], device=s.x.device)
     with asserts.refused(ValueError, ["`x`", "a DTensor", "to_local()"]):
-        grouped_linear(distribute_tensor(s.x, mesh, [Shard(0)]), torch.zeros(4, 3, s.x.shape[1]), s.sizes)
+        grouped_linear(distribute_tensor(s.x, mesh, [Shard(0)]), weight, s.sizes)
     with asserts.refused(ValueError, ["one parameter per group", "`single_grouped_weight`"]):
         parallel.shard_experts(nn.GroupedLinear(4, 3, 3), mesh)
     with asserts.refused(ValueError, ["layer `linear_fc1`", "5 groups over 2 ranks", "divide"]):
@@ -307,9 +307,9 @@ def other_placements_and_uses_are_refused(mesh: DeviceMesh) -> None:
     with asserts.refused(ValueError, ["`mesh`", "2 axes", "expected one", "that part"]):
         parallel.shard_experts(spread, init_device_mesh(mesh.device_type, (1, mesh.size())))
     with asserts.refused(ValueError, ["`group_sizes`", "a DTensor", "to_local()"]):
-        grouped_linear(s.x, torch.zeros(4, 3, s.x.shape[1]), distribute_tensor(s.sizes, mesh, [Shard(0)]))
+        grouped_linear(s.x, weight, distribute_tensor(s.sizes, mesh, [Shard(0)]))
     x = s.x.clone().requires_grad_()
-    y = grouped_linear(x, torch.zeros(4, 3, s.x.shape[1]), s.sizes)
+    y = grouped_linear(x, weight, s.sizes)
     with asserts.refused(ValueError, ["a DTensor", "expected the local part", "to_local()"]):
         y.backward(distribute_tensor(torch.ones_like(y), mesh, [Shard(0)]))
 

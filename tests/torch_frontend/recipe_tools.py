@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from grouped_core import recipes
-from tests import asserts, bounds
+from tests import asserts
+from tests.quantized import QUANTIZING
 from tests.torch_frontend.torch_tools import leaf, manual_seed
 
-RECIPES = tuple(getattr(recipes, name) for name in bounds.RELATIVE_ERRORS)
+RECIPES = QUANTIZING
 WEIGHTS_ALONE = recipes.MXFP8.replace(
     name="weights alone",
     forward=(recipes.BF16.forward[0], recipes.MXFP8.forward[1]),

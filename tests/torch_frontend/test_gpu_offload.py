@@ -64,7 +64,7 @@ def _same(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.rule("OFF-2", "OFF-4", "OFF-6")
-@pytest.mark.parametrize("retain", [False, True], ids=["pinned_anew", "retained"])
+@pytest.mark.parametrize("retain", [False, True], ids=["pinned_each_time", "retained"])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_same_bits(policy: str, prefetch: int, retain: bool) -> None:

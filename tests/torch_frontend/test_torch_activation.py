@@ -44,7 +44,7 @@ def _operands(spec: Activation, dtype: str, probs: str | None) -> tuple[Any, Any
 @pytest.mark.matrix(
     kind=KINDS, interleave=(None, 2), dtype=cases.DTYPES, probs=(None, "float32", "bfloat16"), tail=(False, True)
 )
-def test_values_and_gradients_lie_within_the_bounds(kind, interleave, dtype, probs, tail):
+def test_values_and_gradients_are_within_the_bounds(kind, interleave, dtype, probs, tail):
     spec = _spec(kind, interleave)
     h, p, dz = _operands(spec, dtype, probs)
     sizes = np.array([5, 0, 3] if tail else [ROWS], np.int32)

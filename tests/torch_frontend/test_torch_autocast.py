@@ -300,7 +300,7 @@ class _Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_each_tensor_is_cast_once_a_call() -> None:
+def test_each_tensor_is_cast_once_per_call() -> None:
     o = {name: leaf(each) for name, each in _everything().items()}
     with _on(), _Casts() as casts:
         y = grouped_linear(o["x"], o["gate"], SIZES, bias=o["bias"])

@@ -117,7 +117,7 @@ def test_another_activation_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.rule("CKP-1", "CKP-5")
-def test_a_layer_may_stand_in_two_places(tmp_path: Path) -> None:
+def test_a_layer_may_be_in_a_model_twice(tmp_path: Path) -> None:
     """Its tensors are in the file under both, and each time their columns are those of its activation."""
     from safetensors.torch import save_file
 

@@ -180,7 +180,7 @@ def test_operands_are_kept_until_they_are_used(form: str) -> None:
 
     s = setup(form, False, delay=True)
     s.backward()
-    entries = [each for linear in s.linears for each in linear.delayed._entries]
+    entries = [each for linear in s.linears for each in linear.queue._entries]
     held = [weakref.ref(each) for entry in entries for each in entry.operands if each is not s.sizes]
     assert held
     owned = {weight.data_ptr() for weight in s.weights}

@@ -19,8 +19,8 @@ def outcome(program: Program) -> str:
 
 @pytest.fixture(scope="module")
 def outcome_of_graphs(program: Program) -> str:
-    # One rank waits in its first collective for the other one to compile.
-    options = ("--ranks", "2", "--timeout", "300", "--checks", *OF_GRAPHS)
+    # One rank waits in its first collective for the other one to compile, which takes seconds.
+    options = ("--ranks", "2", "--timeout", "60", "--checks", *OF_GRAPHS)
     return program("expert_parallel_checks", *options, timeout=600)[1]
 
 

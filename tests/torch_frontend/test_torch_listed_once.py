@@ -165,7 +165,7 @@ def test_main_grad_in_the_memory_of_an_operand_is_refused_in_backward(packed: bo
     for to, other in ((region[8 : 8 + size], "x or dy"), (weights[-1].detach(), name)):
         with asserts.refused(ValueError, [f"`main_grad of {name}`", f"overlaps `{other}`", "of its own", "allocate"]):
             run(*first, to)
-        layer.delayed._entries.clear()
+        layer.queue._entries.clear()
 
 
 @pytest.mark.parametrize("delay", [False, True])
@@ -217,7 +217,7 @@ def test_without_accumulators_autograd_sums(recipe: Recipe | None) -> None:
     asserts.bitwise(v.grad, twins[1].grad, "gradient of the other")
 
 
-def test_a_frozen_weight_may_stand_twice() -> None:
+def test_a_frozen_weight_may_be_listed_twice() -> None:
     w, v = _weight(1), _weight(2)
     w.requires_grad_(False)
     _linear([w, v, w], "main_grad", None).sum().backward()

@@ -149,7 +149,7 @@ def test_gradients_that_autograd_hands_over_without_their_values_in_memory(form:
     ],
     ids=str,
 )
-def test_what_kernels_cannot_read_where_it_lies_has_no_facts(operand: Any) -> None:
+def test_operands_that_kernels_cannot_read_in_place_have_no_facts(operand: Any) -> None:
     assert EXCHANGE.describe((torch.zeros(2), operand)) is None
 
 
@@ -655,7 +655,7 @@ def test_quantised_operands_are_checked_by_what_they_mean() -> None:
     assert (y.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_what_was_decided_is_forgotten_when_it_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_decisions_is_emptied_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cache, "MOST", 2)
     kept: _cache.Cache[int, int] = _cache.Cache()
     assert [kept.keep(at, -at) for at in range(3)] == [0, -1, -2]

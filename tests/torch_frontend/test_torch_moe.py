@@ -314,7 +314,7 @@ def test_delayed_gradients_of_the_first_weight_wait_with_tokens_and_maps(recipe:
     module = nn.MoE(128, 192, E, K, recipe=recipe, delay_wgrad_compute=True)
     x = _x(hidden=128)
     module(x)[0].sum().backward()
-    (entry,) = module.experts.linear_fc1.delayed._entries
+    (entry,) = module.experts.linear_fc1.queue._entries
     assert any(each.data_ptr() == x.data_ptr() for each in entry.operands)
     others = [each for each in entry.operands if each.data_ptr() != x.data_ptr() and each.dim() == 2]
     assert not [each for each in others if 128 in each.shape and each.numel() >= T * K * 128]  # rows of x, in any form

@@ -71,7 +71,7 @@ def test_linear_has_the_bits_of_the_function(single_weight: bool, single_bias: b
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("kind", ["swiglu", "srelu"])
-def test_mlp_lies_within_the_bounds_of_the_oracle(kind: str, listed: bool, policy: str) -> None:
+def test_mlp_is_within_the_bounds_of_the_oracle(kind: str, listed: bool, policy: str) -> None:
     case, spec = cases.named("tail"), Activation(kind)
     given, dy = problem(case, "bfloat16", spec, transposed=True, bias="bfloat16")
     options = {"single_grouped_weight": not listed, "single_grouped_bias": not listed}
@@ -177,7 +177,7 @@ def test_all_frozen_launches_no_weight_gradient(form: str) -> None:
         (True, False, ["bias0", "bias1", "weight"]),
     ],
 )
-def test_parameters_stand_in_the_order_of_registration(single_weight: bool, single_bias: bool, names: Any) -> None:
+def test_parameters_are_in_the_order_of_registration(single_weight: bool, single_bias: bool, names: Any) -> None:
     layer = nn.GroupedLinear(2, 3, 4, single_grouped_weight=single_weight, single_grouped_bias=single_bias)
     assert [name for name, _ in layer.named_parameters()] == names
 

@@ -76,7 +76,7 @@ def test_the_gradient_of_a_leaf_is_its_own(form: str, recipe: Recipe | None) -> 
 @pytest.mark.rule("BUF-4")
 @pytest.mark.parametrize("recipe", [None, FP8Current], ids=["plain", "FP8Current"])
 @pytest.mark.parametrize("form", [*FUNCTIONS, *FORMS])
-def test_what_stands_in_front_gets_the_buffer_itself(form: str, recipe: Recipe | None) -> None:
+def test_the_preceding_operation_gets_the_buffer_itself(form: str, recipe: Recipe | None) -> None:
     s = setup(form, False, recipe=recipe)
     x, buffer = leaf(s.x), torch.zeros_like(s.x)
     rows, seen = x * 2, []

@@ -191,9 +191,9 @@ def test_writing_quantises_in_place_into_both_forms(recipe: Recipe, listed: bool
     module = layer(recipe, listed)
     kept = addresses(module)
     value = torch.randn(3, 70, 48)
-    cells = ((recipe.forward[1], 2), (recipe.dgrad[1], 1))
+    wanted_forms = ((recipe.forward[1], 2), (recipe.dgrad[1], 1))
     # A state that has not started scales a weight by the weight's own amax.
-    wanted = [quantize(value, fmt.replace(delayed=False), axis=axis) for fmt, axis in cells]
+    wanted = [quantize(value, fmt.replace(delayed=False), axis=axis) for fmt, axis in wanted_forms]
 
     def write(weight: Any, value: Tensor) -> None:
         weight.copy_(value)
@@ -350,7 +350,7 @@ def test_fifty_steps_with_masters_stay_near_bf16(recipe: Recipe) -> None:
                 update_scaling(student.scaling_state)
         losses.append(float(loss.detach()))
     untrained = float(target.square().mean())
-    four = any(fmt.values == "uint8" for fmt in recipe.cells())
+    four = any(fmt.values == "uint8" for fmt in recipe.formats())
     assert losses[0] < 0.03 * untrained
     assert losses[1] < (12 if four else 3) * losses[0], losses
 

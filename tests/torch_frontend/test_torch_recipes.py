@@ -363,7 +363,7 @@ def test_a_master_has_floats() -> None:
 
 
 @pytest.mark.rule("ERR-1")
-def test_parts_that_lie_apart_are_not_dequantised() -> None:
+def test_parts_on_different_devices_are_not_dequantised() -> None:
     q = quantize(torch.ones(2, 3, 4), "mxfp8")
     with asserts.refused(ValueError, ["`q`", "on meta", "expected cpu", "move it"]):
         dequantize(replace(q, scales=q.scales.to("meta")))

@@ -195,7 +195,7 @@ def test_hooks_that_come_later_are_called(at: int, kind: str) -> None:
 
 @pytest.mark.rule("DLY-2", "DLY-3", "DLY-6")
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
-def test_a_module_held_twice_is_drained_once_a_call(nested: bool) -> None:
+def test_a_module_held_twice_is_drained_once_per_call(nested: bool) -> None:
     """Each of its passes has left an entry: a call takes the oldest alone and calls its hooks once."""
     twice, other = (_linear(H, H, delay_wgrad_compute=True) for _ in range(2))
     module = nn.Sequential(twice, other, nn.Sequential(twice, torch.nn.Tanh()) if nested else twice)

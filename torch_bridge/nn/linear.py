@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from grouped_core import lora
+from grouped_core import gradients, lora
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
@@ -109,7 +109,7 @@ class GroupedLinear(ScaledModule):
         self.delay_wgrad_compute = bool(delay_wgrad_compute)
         self.quantized_weights = held.quantized
         self.preserve_high_precision_init = held.preserve
-        self.delayed = main_grad.Delayed()
+        self.queue = main_grad.GradientQueue()
         self.cache = WeightCache()
         self._table = OwnedTable()
         self.weight_names = self._names("weight", single_grouped_weight)
@@ -121,7 +121,7 @@ class GroupedLinear(ScaledModule):
             shape = (self.num_groups, *shapes[kind]) if names == (kind,) else shapes[kind]
             if kind == "weight" and held.quantized and held.recipe is not None:
                 whole = (self.num_groups, *shapes[kind])
-                one_form = self.lora.rank > 0 and held.recipe.dgrad[0].plain
+                one_form = self.lora.rank > 0 and gradients.reads_weights_as_given(held.recipe)
                 made = _primary.weights(whole, names == (kind,), held.recipe, dtype, device, one_form=one_form)
             else:
                 made = [Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in names]
@@ -213,10 +213,10 @@ class GroupedLinear(ScaledModule):
         return run(
             *(name, arguments, "main_grad" if self.accumulate_into_main_grad else None, None, out, grad_input),
             owners=owners,
-            caches=(self.forms_of("GroupedLinear", parameters, is_first_microbatch),),
+            caches=(self.cache_of("GroupedLinear", parameters, is_first_microbatch),),
         )
 
-    def forms_of(self, name: str, parameters: tuple[Any, ...], first: bool | None) -> Any:
+    def cache_of(self, name: str, parameters: tuple[Any, ...], first: bool | None) -> Any:
         """The cache of quantised weights for one forward pass, or None.
 
         Args:
@@ -276,7 +276,7 @@ class GroupedLinear(ScaledModule):
         """
         if not self.lora.rank:
             raise ValueError("`merge` of GroupedLinear: no adapter, expected one; make the layer with `lora_rank`.")
-        if pending := len(self.delayed):
+        if pending := len(self.queue):
             raise ValueError(
                 f"`merge` of GroupedLinear: delayed gradients of {pending} passes are pending, expected none; call "
                 "`backward_dw(all=True)` first."
@@ -321,7 +321,7 @@ class GroupedLinear(ScaledModule):
                 "`delay_wgrad_compute` of GroupedLinear: True beside a weight that is computed from others, as by a "
                 "parametrisation, whose gradient must be there in backward, expected Parameters; leave one of them out."
             )
-        return Owner(parameters, self.delayed if self.delay_wgrad_compute else None, names, path)
+        return Owner(parameters, self.queue if self.delay_wgrad_compute else None, names, path)
 
     # ---- state for captured graphs and quantised weights -------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class GroupedLinear(ScaledModule):
 
     def pending_wgrads(self) -> int:
         """The number of backward passes whose delayed weight gradients are pending."""
-        return len(self.delayed)
+        return len(self.queue)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Adds a function that is called, without arguments, after each write of delayed weight gradients.
@@ -380,11 +380,11 @@ class GroupedLinear(ScaledModule):
         """
         if not callable(hook):
             raise TypeError(f"`hook` of GroupedLinear: {type(hook).__name__}, expected a function; pass one.")
-        self.delayed.hooks.append(hook)
+        self.queue.hooks.append(hook)
 
     def fire_wgrad_hooks(self) -> None:
         """Calls the hooks; needed after the replay of a graph, which does not call them."""
-        self.delayed.fire()
+        self.queue.fire()
 
     def follow_state(self, state: ScalingState[Tensor] | None, product: int = 0) -> None:
         """Scales quantised weights by a state of delayed scaling: its own, or that of the layer that contains it."""

@@ -79,8 +79,8 @@ def fused_mlp(
     if state is None and fc1.recipe is not None and fc1.recipe.delayed:
         key = recipe.key if isinstance(recipe, BoundRecipe) else None
         recipe = tuple(BoundRecipe(each.recipe, each.scaling_state, key) for each in (fc1, fc2))
-    first = fc1.forms_of("linear_fc1", parameters[0], first_microbatch)
-    second = fc2.forms_of("linear_fc2", parameters[1], first_microbatch)
+    first = fc1.cache_of("linear_fc1", parameters[0], first_microbatch)
+    second = fc2.cache_of("linear_fc2", parameters[1], first_microbatch)
     rows, biases = cast_rows(x, dtype), (fc1.biases(x), fc2.biases(x))
     owners: tuple[Any, ...] = (
         fc1.owner(parameters[0], fc1.weight_names, "linear_fc1."),

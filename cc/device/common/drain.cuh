@@ -7,7 +7,7 @@
 namespace grouped {
 namespace device {
 
-// Where a staged sum lies, in floats. Chunks of 4 are swizzled: by row, so that the rows of mma's layout fall on
+// Where a staged sum is, in floats. Chunks of 4 are swizzled: by row, so that the rows of mma's layout fall on
 // different banks, and by every other 8 or row, so that 8 lanes that read a vector each do.
 __device__ inline int staged_at(int row, int col, int stride) {
   return row * stride + (col ^ row % 4 * 8 ^ (col / 32 + row) % 2 * 4);

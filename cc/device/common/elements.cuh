@@ -132,7 +132,7 @@ __device__ void store_values(void* base, DType type, int64_t first, int count, c
   }
 }
 
-// The end of one tile's sums. Pointers stand at the tile's first element, row and column.
+// The end of one tile's sums. Pointers are to the tile's first element, row and column.
 struct Finish {
   void* result;
   int64_t result_stride;   // elements from one row to the next

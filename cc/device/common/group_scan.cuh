@@ -1,4 +1,4 @@
-// Where groups and tiles lie: one scan of group_sizes a call, in device memory, and how a block finds its tile in it.
+// Where groups and tiles are: one scan of group_sizes per call, in device memory, and how a block finds its tile in it.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// The walk over group sizes that kernels of ragged rows make: where the rows of each group lie, and how many parts of
-// groups (tiles, blocks, segments, work items) lie before it. By the threads of a block or by one warp, group by group
+// The walk over group sizes that kernels of ragged rows make: where the rows of each group are, and how many parts of
+// groups (tiles, blocks, segments, work items) come before it. By the threads of a block or by one warp, group by group
 // in their order, a window of them at a time.
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace grouped {
 namespace device {
 
-// What lies before a group, or in all. No row lies past the limit of the walk.
+// What comes before a group, or in all. No row is past the limit of the walk.
 template <class Rows = int64_t, class Parts = int64_t>
 struct GroupTotals {
   Rows rows = 0;
@@ -37,7 +37,7 @@ __device__ inline T sum_before(T value, int64_t* scratch, T* total) {
 }
 
 // One window: kEach neighbouring groups of each thread, with these sizes (a thread behind the last group has zeros).
-// Calls use(i, first, end, parts) for the i-th of them: its rows are first ... end - 1, and `parts` lie before it.
+// Calls use(i, first, end, parts) for the i-th of them: its rows are first ... end - 1, and `parts` come before it.
 // parts_of(rows) is how many parts so many rows of a group are; null: not wanted. `before` moves to the next window.
 // Sizes below 0 count as 0. Sums are 64 bits wide: 65535 sizes of 31 bits cannot overflow, so clamping after the sum
 // is enough (GRP-4).

@@ -112,7 +112,7 @@ __device__ inline void store_stored(void* base, DType type, int64_t first, int c
   if (type == DType::f32) at[1] = make_uint4(v.words[4], v.words[5], v.words[6], v.words[7]);
 }
 
-// Where the halves of eight columns lie: two runs, sixteen alternating elements, or anything else.
+// Where the halves of eight columns are: two runs, sixteen alternating elements, or anything else.
 enum class HalvesPlace { apart, alternating, scattered };
 
 struct HiddenRows {
@@ -196,7 +196,7 @@ __device__ inline void store_halves(const HiddenRows& h, int64_t row, int column
   }
 }
 
-// ---- Who computes what: a team of threads per row, a fixed number for a width.
+// ---- Which threads compute what: a team of threads per row, a fixed number for a width.
 
 constexpr int kTeamThreads = 256;  // of a block
 constexpr int kTeamSteps = 8;      // fewest steps per row for which more threads join

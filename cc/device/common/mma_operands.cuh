@@ -36,7 +36,7 @@ struct MmaShape {
   static_assert(kMmaThreads / 32 * kStagedFloats * 4 <= kStageBytes, "staged sums fit into the stage not copied early");
 };
 
-// Shared layouts, in 16-byte chunks, swizzled so that what a warp reads at once lies on 32 different banks: the 8 rows
+// Shared layouts, in 16-byte chunks, swizzled so that what a warp reads at once is on 32 different banks: the 8 rows
 // of an ldmatrix matrix, or 8 elements of 4 bytes in each of 4 rows.
 //   k-major:  kExtent rows of 4 chunks along k;  otherwise: kDepth rows (k) of kExtent / kChunk chunks along the
 //   result's axis
@@ -52,7 +52,7 @@ __device__ inline uint32_t widened(const char* at, DType type) {
   return type == DType::e4m3fn ? half_bits_of_e4m3(code) : half_bits_of_e5m2(code);
 }
 
-// Element i of those at `at`, as it lies in kBytes bytes of shared memory.
+// Element i of those at `at`, as it is in kBytes bytes of shared memory.
 template <int kBytes>
 __device__ uint32_t staged_element(const char* at, DType type, int i) {
   if constexpr (kBytes == 1) return reinterpret_cast<const uint8_t*>(at)[i];

@@ -1,8 +1,8 @@
 // Products of ragged rows and contractions over them by `mma.sync`, for operands of 1, 2 or 4 bytes in shared memory.
 //
 //   128 threads, 2 blocks per SM, which draw tiles from a counter:
-//     copy k+2 --cp.async--> ring[3] of (lhs 8 KiB, rhs 8 KiB) --ldmatrix--> 64x64 a warp, mma.sync --> epilogue
-//     or k+3             --> ring[4] of (lhs 8 KiB, rhs 4 KiB)           --> 64x32 a warp where stages are summed apart
+//     copy k+2 --cp.async--> ring[3] of (lhs 8 KiB, rhs 8 KiB) --ldmatrix--> 64x64 per warp, mma.sync --> epilogue
+//     or k+3             --> ring[4] of (lhs 8 KiB, rhs 4 KiB)           --> 64x32 per warp, stages summed apart
 //     the next tile's early stages are copied while the last is stored through the stage behind them
 //     48 KiB of shared memory; at most 255 registers: 128 sums, or 64 and 64 of a stage, 2 x 32 or 2 x 24 fragments,
 //     the rest addresses
@@ -145,7 +145,7 @@ __device__ __forceinline__ void contract(const Problem& p, Copies<typename Op::S
   while (copies->depth_left() > -Shape::kStagesAhead * Shape::kDepth) {
     wait_copies<Shape::kStagesAhead - 1>();
     __syncthreads();
-    const uint32_t free = use;  // its last read lies before the barrier
+    const uint32_t free = use;  // its last read is before the barrier
     use = use == last_stage ? ring : use + Shape::kStageBytes;
     fragments.load(use, 0, &even);
     add.second(odd);
@@ -184,7 +184,7 @@ __device__ void drain_sums(const Finish& f, const Sums<Shape>& sums, float* stag
 }
 
 // `Ops` names the shape and chooses, at run time and outside the loop, the operation for the types of a call. Between
-// tiles, what a block knows lies in shared memory, for the loop needs every register.
+// tiles, what a block knows is in shared memory, for the loop needs every register.
 template <class Ops, bool kLhsKMajor, bool kRhsKMajor>
 __global__ void __launch_bounds__(kMmaThreads, kMmaBlocks) multiply_mma(const __grid_constant__ Problem p) {
   using Shape = typename Ops::Shape;

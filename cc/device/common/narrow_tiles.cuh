@@ -1,4 +1,4 @@
-// Tiles of products with one narrow side, at most 32 wide: how both operands lie in shared memory, how a warp
+// Tiles of products with one narrow side, at most 32 wide: how both operands are laid out in shared memory, how a warp
 // multiplies them by `mma.sync` m16n8k16, and how its sums leave. A block of the wide operand is 64 lines of 256 bytes.
 #pragma once
 
@@ -17,10 +17,10 @@ constexpr int kChunk = 8;                         // elements of 16 bytes, and c
 constexpr int kWideLines = 64, kWideChunks = 16;  // of a block, in memory and in shared memory
 constexpr int kWideBytes = kWideLines * kWideChunks * 16;
 
-// How the narrow operand lies in a product over rows, or that both are contracted over rows.
+// How the narrow operand is laid out in a product over rows, or that both are contracted over rows.
 enum class Form { k_major, n_major, sums };
 
-// Where a chunk lies among lines of kChunks of them: swizzled, so that chunks of 8 neighbouring lines lie on different
+// Where a chunk is among lines of kChunks of them: swizzled, so that chunks of 8 neighbouring lines are on different
 // banks.
 template <int kChunks>
 __device__ uint32_t chunk_offset(int line, int chunk) {

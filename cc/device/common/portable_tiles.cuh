@@ -1,4 +1,4 @@
-// A grouped product as the portable kernels see it, and its tiles: which one is mine, where its operands lie, where its
+// A grouped product as the portable kernels see it, and its tiles: which one is mine, where its operands are, where its
 // result goes.
 #pragma once
 

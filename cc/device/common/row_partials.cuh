@@ -1,4 +1,4 @@
-// Sums of rows whose columns several blocks have: a partial sum a column tile, added in the order of the tiles.
+// Sums of rows whose columns several blocks have: one partial sum per column tile, added in the order of the tiles.
 #pragma once
 
 #include <cuda_runtime.h>

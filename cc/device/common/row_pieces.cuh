@@ -1,4 +1,4 @@
-// Pieces of rows of any type at any address, loaded as they lie.
+// Pieces of rows of any type at any address, loaded as they are in memory.
 #pragma once
 
 #include <initializer_list>
@@ -32,7 +32,7 @@ __device__ inline const char* opaque(const char* pointer) {
   return pointer;
 }
 
-// W values of a type as they lie in memory: they are converted when all loads are under way.
+// W values of a type as they are in memory: they are converted when all loads are under way.
 template <DType kType, int W>
 struct Piece {
   static constexpr int kBytes = W * bytes_of(kType);

@@ -26,7 +26,7 @@ struct ActivatedProblem {
   bool clear_tail;
 };
 
-// What a block has in shared memory beside rows and codes, which lie before it, and the table, which lies behind.
+// What a block has in shared memory beside rows and codes, which come before it, and the table, which follows it.
 struct ActivatedShared {
   StoreTile next[kStoreWarps];
   int64_t sums[34];
@@ -108,7 +108,7 @@ __device__ inline void put_partial(float sum, float* to, bool exists) {
   if (threadIdx.x % kLanes == 0 && exists) *to = sum;
 }
 
-// Where the result's columns of a tile lie.
+// Where the result's columns of a tile are.
 __device__ inline StoreTile result_tile(const ActivatedProblem& p, const StoreTile& tile) {
   StoreTile part = tile;
   if (p.grad) part.column = p.hidden.gate_column(static_cast<int>(tile.column));

@@ -1,4 +1,4 @@
-// A tile of the E2M1 quantiser: what is wanted of it, where a thread's values lie, how they come, and the scales of
+// A tile of the E2M1 quantiser: what is wanted of it, where a thread's values are, how they come, and the scales of
 // their blocks.
 #pragma once
 
@@ -31,7 +31,7 @@ struct Options {
   static constexpr Columns columns = kColumns;
 };
 
-// A tile, and where in it a thread's values lie.
+// A tile, and where in it a thread's values are.
 template <bool kTall>
 struct Shape {
   static constexpr int kTileRows = kTall ? kRows * kWarps : kRows;
@@ -48,11 +48,11 @@ struct Factors {
   float step;
 };
 
-// Four values as they come: two a word, or one.
+// Four values as they come: two per word, or one.
 template <DType kFrom>
 using Four = typename std::conditional<kFrom == DType::f32, uint4, uint2>::type;
 
-// The table of groups lies behind it.
+// The table of groups follows it.
 template <DType kFrom>
 struct Shared {
   Four<kFrom> raw[kWarps][kRows][32];

@@ -14,7 +14,7 @@ static_assert(kWarpRows == 2 * kVector && kLanes == 16, "a warp has two threads 
 
 constexpr int kRows = 1, kColumns = 2;  // forms
 
-// A tile, and where in it a thread's 8 columns of 8 rows lie: as high as the blocks of columns, or, where rows are
+// A tile, and where in it a thread's 8 columns of 8 rows are: as high as the blocks of columns, or, where rows are
 // stored alone, wide, so that memory is read and written in long runs and the ends of groups waste less.
 template <bool kWide>
 struct Shape {
@@ -26,7 +26,7 @@ struct Shape {
   int row = kWide ? threadIdx.x / kLanes / 8 * kVector : threadIdx.x / kLanes * kVector;
 };
 
-// A tile of one warp, and where in it a thread's values lie: rows alone, 512 bytes of the source and 256 of codes in
+// A tile of one warp, and where in it a thread's values are: rows alone, 512 bytes of the source and 256 of codes in
 // each.
 struct Strip {
   static constexpr int kRows = kVector;

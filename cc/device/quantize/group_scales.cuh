@@ -1,4 +1,4 @@
-// What the kernels of quantised storage share: where groups, tiles and segments lie, and the ends of a launch that
+// What the kernels of quantised storage share: where groups, tiles and segments are, and the ends of a launch that
 // belong to groups instead of tiles.
 #pragma once
 
@@ -139,7 +139,7 @@ struct LaunchOptions {
 
 namespace device {
 
-// Where groups lie, by one block, into lists as StoreScan has them; kSegments: also where rows are not padded.
+// Where groups are, by one block, into lists as StoreScan has them; kSegments: also where rows are not padded.
 // `scratch` has 33 entries.
 template <int kThreads, int kEach, int kTileRows, bool kSegments, class Lists, class Size>
 __device__ inline void list_groups(const Lists& to, int count, int64_t limit, int64_t padded, int segment,

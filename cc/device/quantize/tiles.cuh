@@ -221,7 +221,7 @@ struct SourceTile : StoreTile {
   const char* values;
 };
 
-// As find_in_order. Weights in a list lie where the table says; their addresses are found while the values of the tile
+// As find_in_order. Weights in a list are where the table says; their addresses are found while the values of the tile
 // before are on their way.
 template <DType kFrom, int kTileRows, int kTileColumns>
 __device__ inline bool find_source(const StoreLaunch& p, const GroupTable& t, uint32_t item, uint32_t column_tiles,
@@ -396,7 +396,7 @@ inline std::string refuses_tiles(const Quantize& call, const Target& target) {
   return "";
 }
 
-// Blocks for `tiles`, at most `most` an SM, each with `bytes` of shared memory.
+// Blocks for `tiles`, at most `most` per SM, each with `bytes` of shared memory.
 inline unsigned blocks_for(int64_t tiles, int most, int bytes) {
   // One at least, so that a launch that does not fit says so.
   const int64_t blocks = std::max(std::min(most, shared_memory_of_sm() / (bytes + kReserved)), 1);

@@ -8,7 +8,7 @@
 
 namespace grouped::sm90 {
 
-// Where the two halves of hidden rows lie. A set holds 64 columns of each: in its two blocks where halves lie in one
+// Where the two halves of hidden rows are. A set holds 64 columns of each: in its two blocks where halves are in one
 // piece or in pieces of 64 columns and more, else alternating, as in memory.
 struct HiddenColumns {
   int32_t period;  // columns of a half before those of the other; at least 64; 2^30: the halves have maps of their own
@@ -94,7 +94,7 @@ class HiddenSet {
   int chunks_;
 };
 
-// The first kCount values take those that lie kStep further on. `one` is 1, but the compiler must not know: it would
+// The first kCount values take those that are kStep further on. `one` is 1, but the compiler must not know: it would
 // hoist plain moves above the work on the values that they overwrite, and there are no registers for both.
 template <int kCount, int kStep, int kAcc>
 __device__ inline void move_up(float (&v)[kAcc], float one) {

@@ -31,7 +31,7 @@ struct Slots {
   uint32_t base;  // shared address
   uint32_t full;  // barriers of the slots, for fetches
   uint32_t turn = 0;
-  uint32_t parity = 0;  // of the fetches, a bit a slot
+  uint32_t parity = 0;  // of the fetches, one bit per slot
 
   __device__ uint32_t address(uint32_t ahead = 0) const { return base + (turn + ahead) % kSlots * kSlotBytes_; }
   __device__ uint32_t barrier(uint32_t ahead = 0) const { return full + (turn + ahead) % kSlots * 8; }
@@ -72,7 +72,7 @@ class Held {
   static_assert(kSlots >= 2, "a slot is refilled while the next one is stored");
 
   // `at` is the warp's first element, `rows` and `cols` what is left of the tensor from there on; its second 16 rows
-  // lie `half_rows` below the first.
+  // are `half_rows` below the first.
   __device__ Held(const CUtensorMap* map, ptx::Coords at, int rows, int cols, int tile_cols, int most,
                   int half_rows = 64)
       : map_(map),

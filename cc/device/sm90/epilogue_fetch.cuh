@@ -6,7 +6,7 @@
 //   full[s]    1 arrival, with the bytes          fetching warp -> the 4 warps of the warpgroup whose tile it is
 //   done[s]    4 arrivals, one of each warp       they -> storing warp
 //   empty[s]   1 arrival, once stores have read   storing warp -> fetching warp
-//   turn[w]    4 arrivals a tile                  the warps of the other warpgroup
+//   turn[w]    4 arrivals per tile                the warps of the other warpgroup
 //
 // A warpgroup hands over its turn once it has seen the last set of its tile: the other then is never more than one
 // phase ahead of a full barrier, which is as far as parity can tell.

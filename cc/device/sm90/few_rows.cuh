@@ -162,7 +162,7 @@ __device__ void make_tables(const FewRowsParams& p, int32_t* tables) {
 struct Item {
   uint32_t tag;  // twice the group, and 1 more in the last item of this block of the grid
   int first_row, rows, col;
-  int first_block;  // those who multiply do not ask for it
+  int first_block;  // threads that multiply do not ask for it
   __device__ int group() const { return static_cast<int>(tag >> 1); }
   __device__ bool last() const { return (tag & 1) != 0; }
   __device__ int blocks() const { return (rows + kBlockRows - 1) / kBlockRows; }
@@ -170,7 +170,7 @@ struct Item {
 
 // The item `index`, of which a block of the grid takes every gridDim.x-th: of one group, row tiles of the same columns
 // next to each other, so that codes are read from memory once. A group's tiles have as many blocks as each other, but
-// the last. Tables lie in shared memory.
+// the last. Tables are in shared memory.
 __device__ inline bool find_item(const FewRowsParams& p, const int32_t* tables, int index, Item* item) {
   const int32_t* rows = tables;
   const int32_t* blocks = rows + kTableEntries;

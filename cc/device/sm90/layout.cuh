@@ -1,4 +1,4 @@
-// Where elements lie in shared memory, and the wgmma descriptors that find them there. Every tile is made of blocks
+// Where elements are in shared memory, and the wgmma descriptors that find them there. Every tile is made of blocks
 // whose rows are as long as their swizzle is wide:
 //   k     row n of the tile is one 128-byte row of 64 k; blocks of 64 rows, 8 KiB apart
 //   mn    row k is one 128-byte row of 64 n; blocks of 64 columns n, each 64 k deep, 8 KiB apart

@@ -1,10 +1,10 @@
 // Codes of weights and their scales in shared memory and registers, and the bf16 rows that they meet there.
 //
-// Both come in slabs of 128 k, one or two of them a stage. A lane owns the same 32 k of a slab in two weight rows. They
-// come apart in four parts of 8 k, two steps of wgmma each, as four pairs; which k of a part meet in a pair is free as
-// long as the rows lie in that order. A block of 8 rows has two pieces a step, of 8 k that the four lanes q of a quad
-// own two by two: 8 rows of 16 bytes, without swizzle. Arithmetic alone: tests/native/schedule_check.cc follows every
-// code on the CPU.
+// Both come in slabs of 128 k, one or two of them per stage. A lane owns the same 32 k of a slab in two weight rows.
+// They come apart in four parts of 8 k, two steps of wgmma each, as four pairs; which k of a part meet in a pair is
+// free as long as the rows are in that order. A block of 8 rows has two pieces per step, of 8 k that the four lanes q
+// of a quad own two by two: 8 rows of 16 bytes, without swizzle. Arithmetic alone: tests/native/schedule_check.cc
+// follows every code on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ constexpr int kBlockRows = 8;
 constexpr uint32_t kRowPieceBytes = kBlockRows * 16;
 constexpr uint32_t kRowBlockBytes = kBlockRows * kSlabK * 2;  // of one slab
 
-// Where pair i of a part lies in a block's slab: piece i % 2 of step 2 part + i / 2.
+// Where pair i of a part is in a block's slab: piece i % 2 of step 2 part + i / 2.
 GROUPED_HOST_DEVICE constexpr uint32_t row_pair(int part, int row, int q, int i) {
   return (4 * part + i) * kRowPieceBytes + row * 16 + q * 4;
 }
@@ -46,7 +46,7 @@ struct Codes<false> {
   static constexpr int kBias = 120;
   static constexpr int kLoads = 2;  // of 16 bytes, for a lane's 32 k of a row
   static constexpr int kRowBytes = 128;
-  // Where the first load of a lane lies in a tile, under a swizzle of 128 bytes: eight lanes read eight different
+  // Where the first load of a lane is in a tile, under a swizzle of 128 bytes: eight lanes read eight different
   // chunks of 16 bytes, and rows 8 apart have the same swizzle.
   GROUPED_HOST_DEVICE static uint32_t place(int row, int q) { return row * 128 + ((2 * q) ^ (row % 8)) * 16; }
   // Which of 8 neighbouring k half `h` of pair i is.
@@ -93,13 +93,13 @@ constexpr int scale_bytes(Scale scale) { return scale == Scale::none ? 0 : scale
 // Bytes of the scales of one row and slab.
 constexpr int scale_bytes_of_slab(Scale scale) { return scale == Scale::none ? 0 : scale == Scale::e4m3 ? 8 : 4; }
 // From one row's words to the next one's in a stage: room for those that the bytes of `slabs` touch, wherever they
-// start. Eight rows lie in banks of their own.
+// start. Eight rows are in banks of their own.
 constexpr int scale_words(Scale scale, int slabs) {
   return scale == Scale::none  ? 0
          : scale == Scale::f32 ? 1
                                : (scale == Scale::e8m0 ? 2 : 3) * slabs + (scale == Scale::e4m3 && slabs == 1);
 }
-// Where the scales of a lane's 32 k of a slab lie in a row's words: bytes of this word and the next, by a selector, if
+// Where the scales of a lane's 32 k of a slab are in a row's words: bytes of this word and the next, by a selector, if
 // the line of scales starts `start` bytes behind a multiple of 4. E8M0: one byte, and three times the sign of another,
 // which is 0 where no scale is large; E4M3: two.
 GROUPED_HOST_DEVICE constexpr uint32_t scale_word(Scale scale, int slab, uint32_t q) {

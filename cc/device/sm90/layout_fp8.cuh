@@ -1,4 +1,4 @@
-// Codes of 8 bits in the units of 16-bit elements, and where a stage's scales lie. Everything that counts in k blocks,
+// Codes of 8 bits in the units of 16-bit elements, and where a stage's scales are. Everything that counts in k blocks,
 // items and descriptors works in bytes or in 16-bit elements; of 8-bit codes two are one element, so a block of kBlockK
 // elements is one of 128 codes, which share a scale. Arithmetic alone: tests/native/schedule_check.cc follows it.
 #pragma once

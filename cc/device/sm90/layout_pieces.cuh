@@ -1,6 +1,6 @@
 // Weights that come as codes, in shared memory. 64 neighbouring codes are one 128-byte row of the tile that is
-// multiplied (layout.cuh), whichever of its axes they lie along. A thread widens a piece, half of a row, to four chunks
-// of 16 bytes; four warps take all pieces of 64 rows, a pass.
+// multiplied (layout.cuh), along either of its axes. A thread widens a piece, half of a row, to four chunks of
+// 16 bytes; four warps take all pieces of 64 rows in one pass.
 //
 // Neither loads nor stores of eight neighbouring threads meet in a bank: tests/native/schedule_check.cc follows every
 // piece on the CPU.
@@ -25,7 +25,7 @@ GROUPED_HOST_DEVICE inline uint32_t piece_chunk(int thread) {
   return piece_row(thread) * 128 + ((thread % 2 * kPieceChunks) ^ (piece_row(thread) % 8)) * 16;
 }
 
-// Bytes of codes of a row, one code or two a byte, under a swizzle as wide as they are.
+// Bytes of codes of a row, one code or two per byte, under a swizzle as wide as they are.
 constexpr int coded_row_bytes(bool nibbles) { return nibbles ? 32 : 64; }
 // Byte offset of the 16-byte chunk `chunk`, 0 or 1, of a row of 4-bit codes.
 GROUPED_HOST_DEVICE inline uint32_t nibbles_at(int row, int chunk) { return row * 32 + (chunk ^ (row / 4 % 2)) * 16; }

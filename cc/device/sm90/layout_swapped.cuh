@@ -1,6 +1,6 @@
 // Weights of 4-bit codes as the operand A of wgmma, which may come from registers: 64 columns of a tile are the 64 rows
-// of A, and the rows of the tile, up to 256, are the columns of B (operands swapped). Which column a row of A stands
-// for is free; it is chosen so that a lane finds its codes in few loads and its results lie together.
+// of A, and the rows of the tile, up to 256, are the columns of B (operands swapped). Which column a row of A
+// represents is free; it is chosen so that a lane finds its codes in few loads and its results are contiguous.
 //
 // "Lines" are the stored rows of codes, of which a group has [lines, line]. A lane (l/4 = g, l%4 = t) owns rows g and
 // g + 8 of its warp's 16 of A. Arithmetic alone: tests/native/schedule_check.cc follows every code on the CPU.
@@ -17,9 +17,9 @@ constexpr int kSwappedRows = 256;
 constexpr int kSwappedCols = 64;  // of a warpgroup; a tile has two of them
 constexpr int kSwappedSteps = kBlockK / 16;
 
-// Where codes are contracted along their lines, which of a tile's 128 columns the rows of A of one of eight warps stand
-// for: neighbours; rows 0 to 7 for columns of the first 64 and rows 8 to 15 for the same ones of the second 64; or even
-// and odd ones.
+// Where codes are contracted along their lines, which of a tile's 128 columns the rows of A of one of eight warps
+// represent: neighbours; rows 0 to 7 for columns of the first 64 and rows 8 to 15 for the same ones of the second 64;
+// or even and odd ones.
 enum class ColumnOrder { neighbours, halves, alternating };
 GROUPED_HOST_DEVICE constexpr int swapped_column(ColumnOrder order, int warp, int row) {
   return order == ColumnOrder::neighbours ? warp * 16 + row

@@ -1,4 +1,4 @@
-// Where fp32 elements lie in shared memory on their way to tf32 tensor cores. Raw blocks of 32 k are as the copy engine
+// Where fp32 elements are in shared memory on their way to tf32 tensor cores. Raw blocks of 32 k are as the copy engine
 // writes them, with 128-byte swizzle: K-major, row r of the tile is one row of 32 k; MN-major, 4 KiB for each 32 rows r
 // of the tile, in which row k has 32 r. The rhs is finished K-major without swizzle: 8 columns x 4 k, a piece, are 128
 // bytes, pieces follow one another along k, then come the next 8 columns. A warp's 32 columns fill the same 4 KiB.
@@ -31,11 +31,11 @@ GROUPED_HOST_DEVICE inline uint32_t raw_mn_major(uint32_t r, uint32_t k) {
 GROUPED_HOST_DEVICE constexpr int k_of_piece(bool spread, int q, int i) {
   return spread ? 8 * (q / 2) + q % 2 + 2 * i : 4 * q + i;
 }
-// The first piece of a column of the finished rhs; piece q lies q * kPieceBytes on.
+// The first piece of a column of the finished rhs; piece q is q * kPieceBytes on.
 GROUPED_HOST_DEVICE inline uint32_t finished_column(uint32_t column) {
   return column / 8 * kOctetBytes + (column & 7) * 16;
 }
-// Finished rhs for 8 k: the second four k lie `distance` bytes behind the first.
+// Finished rhs for 8 k: the second four k are `distance` bytes behind the first.
 GROUPED_HOST_DEVICE inline uint64_t plain_descriptor(uint32_t address, uint32_t distance) {
   return uint64_t(address >> 4) | uint64_t(distance >> 4) << 16 | uint64_t(kOctetBytes >> 4) << 32;
 }

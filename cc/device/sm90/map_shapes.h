@@ -18,7 +18,7 @@ struct MapShape {
 
 // A [M, cols] tensor whose rows are cut into groups. Row r of the group that ends at row `end` and has `rows` rows is
 // at coordinates (col, 2^30 - rows + r, 2^30, end): the address wraps around 2^64 to the right row, and rows past the
-// group's end lie outside dimension 1, so loads give zeros there and stores are dropped. The tensor may be some columns
+// group's end are outside dimension 1, so loads give zeros there and stores are dropped. The tensor may be some columns
 // of one with `pitch_cols`.
 inline MapShape ragged_shape(int64_t cols, int64_t pitch_cols, DType dtype) {
   const uint64_t pitch = uint64_t(pitch_cols) * dtype_bytes(dtype), far = uint64_t(1) << 34;

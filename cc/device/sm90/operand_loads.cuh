@@ -10,7 +10,7 @@ namespace grouped::sm90 {
 
 constexpr uint16_t kBothCtas = 3;
 
-// The operand of kMost * 64 rows: boxes of 64 x 64, of which `at` is the first and the others lie 64 further each along
+// The operand of kMost * 64 rows: boxes of 64 x 64, of which `at` is the first and the others are 64 further each along
 // kRowsDim. Those behind the first `boxes` have no valid row and are left out. Boxes of a shared (across) tile are
 // loaded by the CTAs in turn.
 template <int kRowsDim, int kMost = 2>
@@ -38,7 +38,7 @@ __device__ inline void load_lhs(const CUtensorMap* map, ptx::Coords at, int boxe
 }
 
 // The kCols-column operand in two parts: K-major by columns (box 64 k x kCols/2), MN-major by k (boxes 64 n x 32 k).
-// A tile that the pair shares (not across) is loaded one part a CTA.
+// A tile that the pair shares (not across) is loaded one part per CTA.
 template <Major kMajor, int kCols>
 struct RhsTile {
   static constexpr uint32_t kBytes = kCols * 128;
@@ -73,15 +73,15 @@ struct RhsTile {
   }
 };
 
-// A weight tile in two parts that lie apart in memory, for results that need a column of each: boxes of 32 columns, of
-// either part by turns. Boxes that the pair shares are loaded one part a CTA.
+// A weight tile in two parts that are apart in memory, for results that need a column of each: boxes of 32 columns, of
+// either part by turns. Boxes that the pair shares are loaded one part per CTA.
 template <Major kMajor>
 struct PairedTile {
   static_assert(kMajor != Major::mn);
   static constexpr uint32_t kBoxBytes = 32 * 128;
   static constexpr uint32_t kBoxCols = kMajor == Major::k ? 64 : 32, kBoxRows = kMajor == Major::k ? 32 : 64;
 
-  // `at` is the first element of part 0 in the map `first`. Part 1 lies `part` columns further in the map `second`, the
+  // `at` is the first element of part 0 in the map `first`. Part 1 is `part` columns further in the map `second`, the
   // boxes of a part `step` columns apart.
   static __device__ void load(const CUtensorMap* first, const CUtensorMap* second, ptx::Coords at, int part, int step,
                               int boxes, bool across, uint32_t rank, uint32_t to, uint32_t barrier) {

@@ -1,14 +1,14 @@
 // The pipeline of 16-bit products, and of 8-bit ones that tensor cores sum alone, in the shell of shell.cuh: CTA pairs,
-// 128 rows by kCols a tile.
+// 128 rows by kCols per tile.
 //
 //   warps 2, 3            where an epilogue has operands of its own: fetch these, store results (epilogue_fetch.cuh)
 //   warpgroups 1, 2       multiply and store whole tiles in turn: one stores while the other multiplies
 //                         wait full -> 4 k16 steps of wgmma, or 1, 2 x 64 rows -> empty of the block before
 //
-//   full[s]    1 arrival (with the bytes of both CTAs' loads) a block      loader -> consumers
+//   full[s]    1 arrival (with the bytes of both CTAs' loads) per block    loader -> consumers
 //   empty[s]   1 arrival of each warp of a warpgroup, in both CTAs         consumers -> both loaders
 //   work       empty 1 + 8 arrivals (2 more with sets)                     scheduler -> loader, consumers
-//   turn[w]    4 arrivals a tile, the warps of the other warpgroup
+//   turn[w]    4 arrivals per tile, the warps of the other warpgroup
 //
 // A warpgroup hands over its turn once it has seen its last block arrive: the other then is never more than one phase
 // ahead of a full barrier, which is as far as parity can tell.
@@ -28,7 +28,7 @@ struct TileShape : ShellShape<2 * kBlockBytes + kCols_ * 128, kStages_, kSlots_,
   static constexpr int kCols = kCols_, kTileCols = kCols_;
   static constexpr int kSets = 0;  // the epilogue has no operands
 
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 a thread at launch
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 per thread at launch
 };
 
 // For epilogues with operands of their own: sets of epilogue_fetch.cuh behind everything else, instead of slots.

@@ -4,7 +4,7 @@
 //   warpgroups 1, 2       all 128 rows by 128 columns each: wait full -> 4 k16 steps of wgmma, 2 x 64 rows -> empty of
 //                         the block before; then each stores its part, while the other may still multiply
 //
-//   full[s]    1 arrival (with the bytes of both CTAs' loads) a block      loader -> consumers
+//   full[s]    1 arrival (with the bytes of both CTAs' loads) per block    loader -> consumers
 //   empty[s]   1 arrival of each consumer warp, in both CTAs               consumers -> both loaders
 //   work       empty 1 + 8 arrivals                                        scheduler -> loader, consumers
 //
@@ -22,7 +22,7 @@ template <int kCols_, int kStages_, int kSlots_>
 struct CooperativeShape : ShellShape<2 * kBlockBytes + 2 * kCols_ * 128, kStages_, kSlots_> {
   static constexpr int kCols = kCols_, kTileCols = 2 * kCols_;
   static constexpr int kSets = 0;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 a thread at launch
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 per thread at launch
 };
 
 // Nothing orders the main loops.

@@ -16,9 +16,9 @@
 // a tile and hands it to the slots while the first block of its next tile multiplies, as sums and accumulators have
 // registers of their own. The work item of a tile keeps its place in the ring until then.
 //
-//   tile        accumulators        ring         slots            scales          registers
-//   128 x 192   96 + 96 a thread    4 x 40 KiB   8 x 3 x 2 KiB    4 x 1.25 KiB    56 / 224, 128 + 256 threads
-//   192 x 128   64 + 64 a thread    4 x 40 KiB   12 x 2 x 2 KiB   4 x 1.25 KiB    56 / 152, 128 + 384 threads
+//   tile        accumulators          ring         slots            scales          registers
+//   128 x 192   96 + 96 per thread    4 x 40 KiB   8 x 3 x 2 KiB    4 x 1.25 KiB    56 / 224, 128 + 256 threads
+//   192 x 128   64 + 64 per thread    4 x 40 KiB   12 x 2 x 2 KiB   4 x 1.25 KiB    56 / 152, 128 + 384 threads
 #pragma once
 
 #include "cc/device/sm90/layout_fp8.cuh"

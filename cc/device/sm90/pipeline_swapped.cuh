@@ -24,7 +24,7 @@
 
 namespace grouped::sm90 {
 
-// Rows in boxes of 128, codes in boxes as the product has them. One lane loads, a stage in less time than it is
+// Rows in boxes of 128, codes in boxes as the product has them. One lane loads, each stage in less time than it is
 // multiplied in, so what a tile's blocks share is computed once.
 constexpr int kSwappedRowsBox = 128, kRowsBoxBytes = 2 * kBlockBytes;
 

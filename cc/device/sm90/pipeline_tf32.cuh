@@ -50,7 +50,7 @@ struct Tf32Stage {
 template <int kTerms_>
 struct Tf32Shape : Tf32Stage<kTerms_>, ShellShape<Tf32Stage<kTerms_>::kBytes, Tf32Stage<kTerms_>::kCount, 2> {
   using Base = ShellShape<Tf32Stage<kTerms_>::kBytes, Tf32Stage<kTerms_>::kCount, 2>;
-  static constexpr int kTerms = kTerms_;  // products an element: 1, or 3 where operands are split
+  static constexpr int kTerms = kTerms_;  // products per element: 1, or 3 where operands are split
   static constexpr int kReady = (Base::kSharedBytes - Base::kBarriersAt) / 8;
   static constexpr int kSharedBytes = Base::kSharedBytes + 8 * Base::kStages;
   static_assert(kSharedBytes <= kSharedLimit);
@@ -64,7 +64,7 @@ __device__ inline int tf32_units(const Work& work) {
   return units < kTf32Units ? units : kTf32Units;
 }
 
-// Loads `boxes` MN-major boxes of 32 x 32 that lie side by side.
+// Loads `boxes` MN-major boxes of 32 x 32 that are side by side.
 __device__ inline void load_boxes(const CUtensorMap* map, ptx::Coords at, int boxes, uint32_t to, uint32_t barrier) {
   for (int i = 0; i < boxes; ++i) {
     ptx::tensor_load(to, map, at, barrier);

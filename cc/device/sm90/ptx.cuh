@@ -105,7 +105,7 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 }
 
 // ---- words ----
-// Asks for what lies at `from` into the L2.
+// Asks for what is at `from` into the L2.
 __device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from) : "memory"); }
 // A byte that the kernel does not write, as a word: a conversion behind the load would wait for it.
 __device__ inline uint32_t load_byte(const uint8_t* from) {

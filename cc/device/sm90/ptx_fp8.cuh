@@ -1,4 +1,4 @@
-// wgmma of 8-bit elements for sums that begin anew with every block (pipeline_fp8.cuh), of many widths.
+// wgmma of 8-bit elements for sums that start from zero with every block (pipeline_fp8.cuh), of many widths.
 #pragma once
 
 #include "cc/device/sm90/ptx.cuh"

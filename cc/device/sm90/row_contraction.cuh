@@ -32,7 +32,7 @@ __device__ inline int bucket(int rows) {
 constexpr int kOrderThreads = 1024;
 
 // One block. Groups of one bucket come in any order: which tile is computed when has no influence on its bits. With
-// kSegmented groups lie in segments as segment_codes says.
+// kSegmented groups are in segments as segment_codes says.
 template <bool kSegmented>
 __global__ void __launch_bounds__(kOrderThreads) order_groups(const int32_t* sizes, int groups, int64_t max_rows,
                                                               GroupSpan* spans, GroupSpan* unordered, Draws* draws) {

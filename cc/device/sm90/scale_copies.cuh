@@ -67,7 +67,7 @@ class ScaleCopies {
     left_ -= kBytes;
   }
   // Whether a byte that this thread copied to `at` may be an E8M0 scale of 2 or more, or a NaN. Bytes of neighbours
-  // count as well: the question is who needs no second look.
+  // count as well: the question is which threads need no second look.
   static __device__ bool any_large(const FewRowsParams& p, uint32_t at) {
     at += row(0) * kStride;
     uint32_t found = 0;
@@ -94,7 +94,7 @@ class ScaleCopies {
 // What a lane reads of a stage's scales of its two rows.
 template <Scale kScale, int kSlabs>
 struct ScaleReader {
-  // Of columns `col` and `col` + 8 of the result, which lie in row `row` of the tile and 8 behind.
+  // Of columns `col` and `col` + 8 of the result, which are in row `row` of the tile and 8 behind.
   __device__ ScaleReader(const FewRowsParams& p, int group, int col, int row) {
     const uint32_t q = threadIdx.x % 4;
     place = row * kStride + 4 * scale_word(kScale, 0, q);

@@ -28,7 +28,7 @@ constexpr int kWindowPairs = 8;
 
 struct Tile {
   int row;      // row tile
-  int col;      // column tile; may lie one past the last
+  int col;      // column tile; may be one past the last
   bool across;  // the pair shares the row tile (two columns) instead of the column tile (two row tiles)
 };
 
@@ -105,7 +105,7 @@ static_assert(sizeof(Work) == 48);
 // Extent of the row dimension of a ragged map (map_shapes.h): a group's last row is put right below it.
 constexpr int32_t kRagged = 1 << 30;
 
-// Last two coordinates, in a scattered map (map_shapes.h), of the tensor that lies `distance` bytes behind the map's
+// Last two coordinates, in a scattered map (map_shapes.h), of the tensor that is `distance` bytes behind the map's
 // start, modulo 2^64: in units of 16 bytes and of 2^34.
 struct Slice {
   int32_t near, far;
@@ -114,7 +114,7 @@ GROUPED_HOST_DEVICE inline Slice slice_of(uint64_t distance) {
   return {int32_t(distance >> 4 & (kRagged - 1)), int32_t(distance >> 34)};
 }
 
-// Where index `i` lies along two arrays that follow one another, the first of `first` elements.
+// Where index `i` is along two arrays that follow one another, the first of `first` elements.
 struct OneOfTwo {
   bool second;
   int at;
@@ -156,7 +156,7 @@ GROUPED_HOST_DEVICE inline int64_t drawn_item(uint64_t before, uint64_t step, in
 
 // What the leader (rank 0) of a pair tells its peer: values in order, through a ring of words in the peer's shared
 // memory. At `mail`, in both: barriers that say posted (the peer's count) and taken (the leader's), then the words. The
-// ring lets the leader run ahead: a round trip an item would take longer than a short sum.
+// ring lets the leader run ahead: a round trip per item would take longer than a short sum.
 constexpr int kMailDepth = 4;
 
 class Mailbox {

@@ -6,8 +6,8 @@
 //                 warps 2, 3         what the pipeline gives them
 //   the others    the pipeline's: multiply and store, or prepare what is multiplied
 //
-//   full[s]    1 arrival with the bytes of a block, and the pipeline's          loader -> who reads the stage
-//   empty[s]   as the pipeline says                                             who reads the stage -> loader
+//   full[s]    1 arrival with the bytes of a block, and the pipeline's          loader -> readers of the stage
+//   empty[s]   as the pipeline says                                             readers of the stage -> loader
 //   work       kWorkDepth items; full 1 arrival, empty 1 of each reading warp   scheduler -> loader, readers
 //
 // A Pipeline<Product> says

@@ -42,7 +42,7 @@ struct StreamShape {
   using C = Codes<kNibbles>;
   static constexpr bool kApart = kScale == Scale::f32;  // scales multiply sums of a stage, not codes
   static constexpr int kWarps = kWarps_;                // that multiply, 16 weight rows each
-  static constexpr int kSlabs = kSlabs_;                // of 128 k, a stage
+  static constexpr int kSlabs = kSlabs_;                // of 128 k, per stage
   static constexpr int kTileCols = 16 * kWarps;
   // Blocks of a row tile, as many as there are registers for; with scales that multiply sums there are two sets of
   // these. Stages of two slabs: as many as leave room for three stages.
@@ -72,7 +72,7 @@ struct Control {
   __device__ uint32_t large(uint32_t slot) const { return base + 128 + 8 * slot; }
   __device__ uint32_t item(uint32_t slot) const { return base + 192 + 16 * slot; }
   __device__ uint32_t next_item() const { return base + 320; }
-  // An item in 16 bytes, and in 4 more where its rows were arranged, which those who multiply do not ask for.
+  // An item in 16 bytes, and in 4 more where its rows were arranged, which the threads that multiply do not ask for.
   __device__ void store_next(const Item& item) const {
     const uint32_t words[4] = {item.tag, uint32_t(item.first_row), uint32_t(item.rows), uint32_t(item.col)};
     ptx::store_shared_v4(next_item(), words);
@@ -101,7 +101,7 @@ __device__ inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, 
                : "memory");
 }
 
-// Asks for the scales of an item's columns, which lie together, whole 16 bytes of them.
+// Asks for the scales of an item's columns, which are together, whole 16 bytes of them.
 template <class S>
 __device__ void prefetch_scales(const FewRowsParams& p, const Item& item) {
   if constexpr (S::kScale != Scale::none) {
@@ -317,7 +317,7 @@ class Consumer {
   }
 
   // A run of plain stages, up to the first that is not; `left` stages are left then. Slots are released once no wgmma
-  // reads them; codes are loaded a part ahead, also across stages.
+  // reads them; codes are loaded one part ahead, also across stages.
   template <int kN>
   __device__ void multiply_plain(const ScaleReader<S::kScale, kSlabs>& scales, float (&sums)[kN / 2],
                                  uint32_t (&nan)[2], int& left) {
@@ -505,7 +505,7 @@ class Consumer {
   Ring<S::kStages> ring_;
 };
 
-// Rows past the groups, zeroed by everybody together.
+// Rows past the groups, zeroed by all threads of the grid together.
 template <int kThreads>
 __device__ void clear_tail(const FewRowsParams& p, const int32_t* tables) {
   const int64_t row_words = int64_t{p.cols} * device::bytes_of(p.result_type) / 16;

@@ -14,7 +14,7 @@ template <int kStages_, int kSlots_>
 struct SwappedShape : ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlots_, kSwappedSlotBytes> {
   using Base = ShellShape<6 * kBlockBytes + kFactorBytes, kStages_, kSlots_, kSwappedSlotBytes>;
   static constexpr int kCols = 2 * kSwappedCols, kTileCols = kCols, kSets = 0;
-  // In a stage. Second factors lie behind codes, in bytes that a low-rank product's weights take in other blocks.
+  // In a stage. Second factors are behind codes, in bytes that a low-rank product's weights take in other blocks.
   static constexpr int kCodesAt = 4 * kBlockBytes, kCodesBytes = kCols * 32, kSecondAt = kCodesAt + kCodesBytes;
   static constexpr int kFactorsAt = 6 * kBlockBytes;
   // Two words for each stage: whether the first and the second 64 columns have second factors.
@@ -155,7 +155,7 @@ class SwappedBlocks<Shape, Major::mn, kOrder> {
 // ---- factors ----
 
 // The scales that a lane turns into factors: of two lines of 64 codes, which belong to one half of a tile's columns.
-// What lies behind the last line or code takes the last one's. With kBothHalves consumers read factors of both halves,
+// What follows the last line or code takes the last one's. With kBothHalves consumers read factors of both halves,
 // of which one may need second factors and the other not: these are then always there.
 template <pairs::Codes kCodes, Major kMajor, bool kBothHalves>
 class ScalesOfBlocks {

@@ -15,7 +15,7 @@ class SharedSlots {
   __device__ SharedSlots(uint32_t base, int warp)
       : base_(base + warp / kWarps * (kCount * kBytes)), name_(1 + warp / kWarps) {}
 
-  // Until the next `kTaken` slots are free, of which the first is returned; they lie next to one another.
+  // Until the next `kTaken` slots are free, of which the first is returned; they are next to one another.
   template <int kTaken>
   __device__ uint32_t take() {
     static_assert(kCount % kTaken == 0);

@@ -2,7 +2,7 @@
 // bfloat16 tile that the tensor cores read, so that bits are those of a product of widened weights.
 //
 //   loader: codes of a block --TMA--> behind the tiles of its stage -> codes[s]
-//            |  a thread, a pass: 32 codes; their scales are in registers, asked for a block before
+//            |  per thread and pass: 32 codes; their scales are in registers, asked for a block before
 //            v  bits apart, * scale (code_pairs.h) -> 4 chunks of 16 bytes, swizzled as TMA would have written them
 //   full[s] -> consumers, which know nothing of it (pipeline.cuh)
 //
@@ -36,7 +36,7 @@ struct CodedTileShape
   static constexpr int kSharedBytes = kCodesFullAt + 8 * kStages_;
   static_assert(kSharedBytes <= kSharedLimit);
 
-  // Of 128 a thread at launch. With 216 for consumers ptxas serialises every wgmma.
+  // Of 128 per thread at launch. With 216 for consumers ptxas serialises every wgmma.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 224, kWideningRegisters = 40;
 };
 
@@ -52,8 +52,8 @@ __device__ inline void load_coded(const CodedWeights& w, int group, int boxes, i
   }
 }
 
-// Where the codes of a product's tile come from, for tiles whose columns lie next to one another: boxes of 64 codes by
-// 64. `Params`: those of the product.
+// Where the codes of a product's tile come from, for tiles of columns that are next to one another: boxes of 64 codes
+// by 64. `Params`: those of the product.
 constexpr int kCodedBox = 64;
 template <bool kNibbles, Major kMajor, int kCols>
 struct CodedBoxes : CodedBlocks {
@@ -84,9 +84,9 @@ struct CodedBoxes : CodedBlocks {
   }
 };
 
-// The scales of a thread's pieces in the block that is next, one or two a pass. Where blocks of k run along lines
-// (Major::k), a pass has lines of its own; else columns of its own, and k is the line. What lies behind the last k
-// takes the last scale: its codes are zero, and where that scale is NaN the sum is NaN as well. What lies behind the
+// The scales of a thread's pieces in the block that is next, one or two per pass. Where blocks of k run along lines
+// (Major::k), a pass has lines of its own; else columns of its own, and k is the line. What follows the last k
+// takes the last scale: its codes are zero, and where that scale is NaN the sum is NaN as well. What follows the
 // last column takes any scale.
 template <pairs::Codes kCodes, Major kMajor, int kPasses>
 class PieceScales {
@@ -117,7 +117,7 @@ class PieceScales {
       }
     }
   }
-  // Asks for those of a pass whose columns lie `columns` behind the tile's first.
+  // Asks for those of a pass whose columns are `columns` behind the tile's first.
   __device__ void load(const CodedWeights& w, int pass, int columns) {
     if constexpr (kOfPiece != 0) {
       const uint32_t step =
@@ -267,7 +267,7 @@ struct CodedLoads : PairLoads<Product> {
   }
   __device__ void load(const Params& p, const Work& work, int block, uint32_t rank, uint32_t stage,
                        uint32_t full) const {
-    // Barriers of both kinds lie side by side.
+    // Barriers of both kinds are side by side.
     const uint32_t arrived = full + (Shape::kCodesFullAt - Shape::kBarriersAt - 8 * Shape::kFull);
     const bool coded = this->columns && Product::from_codes(p, block);
     if (coded) {
