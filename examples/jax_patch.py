@@ -4,7 +4,7 @@
     python examples/jax_patch.py --recipe FP8Block
 
 The layer below knows nothing of this library. Both runs start from the same weights and read the same tokens, and one
-line switches the grouped products, in forward and in the gradients. The losses stand side by side.
+line switches the grouped products, in forward and in the gradients. The script prints both losses side by side.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python examples/transformers_olmoe.py --recipe FP8Block
 
 A small OLMoE with random weights learns to continue counting; nothing is downloaded. Both runs start from the same
-weights and read the same tokens, and one line switches the experts. The losses stand side by side.
+weights and read the same tokens, and one line switches the experts. The script prints both losses side by side.
 """
 
 from __future__ import annotations
