@@ -227,7 +227,10 @@ class Activation(Literal):
         if name not in defaults:
             if value is not None:
                 has = ", ".join(defaults) or "no parameter"
-                raise ValueError(f"`{name}` of Activation: {value!r}, but {self.kind} has {has}; leave `{name}` out.")
+                raise ValueError(
+                    f"`{name}` of Activation: {value!r}, expected None, because {self.kind} has {has}; leave "
+                    f"`{name}` out."
+                )
             return None
         if value is None and name == "limit":
             return None
@@ -244,7 +247,9 @@ class Activation(Literal):
         if s is None:
             return
         if not self.gated:
-            raise ValueError(f"`interleave` of Activation: {s!r}, but {self.kind} is not gated; leave it out.")
+            raise ValueError(
+                f"`interleave` of Activation: {s!r}, expected None, because {self.kind} is not gated; leave it out."
+            )
         if isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 1:
             raise ValueError(f"`interleave` of Activation: {s!r}, expected None or a block of 1 or more; use an int.")
         object.__setattr__(self, "interleave", int(s))

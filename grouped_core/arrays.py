@@ -268,7 +268,7 @@ def grouped_linear_grads(
     A quantised dy needs the forms that dgrad and wgrad read; gradients of biases and row scales use its values.
 
     Args:
-        wgrad_dtype: of a new weight gradient; None: that of w (bfloat16 for float8).
+        wgrad_dtype: the dtype of a new weight gradient; None: that of w (bfloat16 for float8).
         wgrad_accum: in the layout of w; dW is added to it in place, and it is returned.
         grad_input: an [M, K] buffer for dx; its rows past the last group are left unchanged.
         needs: which gradients to compute; None: those of all operands given.
@@ -366,7 +366,7 @@ def dequantize(q: QTensor[Any], dtype: str | None = None, *, group_sizes: Any = 
     If q has only a rotated form (as NVFP4 uses for wgrad), the values are rotated too.
 
     Args:
-        dtype: float32, bfloat16 or float16; None: the nominal dtype of q. group_sizes: of rows; None: those of q.
+        dtype: float32, bfloat16 or float16; None: the nominal dtype of q. group_sizes: for rows; None: those of q.
 
     Raises:
         TypeError: q is not quantised; results cannot have the dtype. ValueError: rows without group sizes.
@@ -431,7 +431,7 @@ def _members(name: str, operand: Any) -> dict[str, Any]:
 
 
 def _mlp_specs(op: Mlp, required: dict[str, Any], **optional: Any) -> list[Any]:
-    """As `_specs`, for x, the arrays of wi, wo, group_sizes, and optional operands; wi has the spec of one array."""
+    """Does what `_specs` does, for x, the arrays of wi, wo, group_sizes, and optional operands; wi has one spec."""
     x, *others = _specs(required, **optional)
     if not op.paired:
         return [x, *others]
@@ -528,7 +528,7 @@ def grouped_mlp_grads(
 
     Args:
         residuals: what forward saves for backward; all policies give the same bits.
-        wgrad_dtype: of new weight gradients; None: that of the weights.
+        wgrad_dtype: the dtype of new weight gradients; None: that of the weights.
         wgrad_accum: for wi (a pair where wi is a pair) and wo, in their layouts, or None; the gradient is added in
             place, and the array is returned.
         grad_input: an [M, K] buffer for dx; its rows past the last group are left unchanged.

@@ -125,8 +125,9 @@ def new_call(
     """The call `name`.
 
     Args:
-        operands: by slot; a slot without an entry is absent.
-        results: by slot, or one value for all results. A result without an entry is present unless it is optional.
+        operands: what is given for each slot; a slot without an entry is absent.
+        results: what is given for each slot, or one value for all results. A result without an entry is present unless
+            it is optional.
         lengths: the lengths of the letters that occur in no operand given as a spec.
     """
     known = schema(name)
@@ -334,8 +335,8 @@ def low_rank_grads(
     """Gradients of both operands of an adapter's second product, from one pass over its gradient `rows` [M, N].
 
     rows_grad [M, R] = rows @ factor[g]^T, and factor_grad = sum over each group's rows of outer(low_rows[r], rows[r]),
-    shaped as the factor: [G, R, N] (`factor_axis` 2, that of N), or [G, N, R] (1). `dtypes`: of both results. `table`:
-    the factor is given by a table of addresses, multiples of 16 bytes with `aligned_tables`.
+    shaped as the factor: [G, R, N] (`factor_axis` 2, the axis of N), or [G, N, R] (1). `dtypes`: those of both
+    results. `table`: the factor is given by a table of addresses, multiples of 16 bytes with `aligned_tables`.
     """
     operands = {"rows": rows, "factor": factor, "low_rows": low_rows, "group_sizes": group_sizes, "factor_table": table}
     results: dict[str, Given] = {"rows_grad": dtypes[0], "factor_grad": ArraySpec(factor.shape, dtypes[1])}
@@ -431,11 +432,11 @@ class QuantizedResult(NamedTuple):
     """How a call quantises one of its results.
 
     Attributes:
-        format: of both forms; `rotate` and `segment` affect only the form contracted along rows.
+        format: the format of both forms; `rotate` and `segment` affect only the form contracted along rows.
         forms: whether to make the form contracted along the last axis, and the form along the axis before it.
         encode: whether quantisation scales [G] are given (delayed scaling).
         amax: whether the amax [G] is a result; with `merge` it is merged into a buffer.
-        key: whether a key of stochastic rounding is given. stream: number of the stream of random numbers.
+        key: whether a key of stochastic rounding is given. stream: the number of the stream of random numbers.
     """
 
     format: Format
@@ -447,11 +448,11 @@ class QuantizedResult(NamedTuple):
     stream: int = 0
 
     def operands(self) -> dict[str, Given]:
-        """The slots that quantizing adds."""
+        """Returns the operand slots that quantising the result adds to the call, and which of them are given."""
         return {"encode": self.encode, "key": self.key, "into_amax": self.merge}
 
     def results(self, source: ArraySpec, groups: int) -> dict[str, Given]:
-        """The results that quantizing `source` adds."""
+        """Returns the result slots, with their specs, that quantising the result `source` adds to the call."""
         last = len(source.shape) - 1
         found: dict[str, Given] = {"amax": self.amax}
         for prefix, wanted, axis in (("", self.forms[0], last), ("cross_", self.forms[1], last - 1)):
@@ -465,12 +466,12 @@ class QuantizedResult(NamedTuple):
         return found
 
     def params(self) -> dict[str, Param]:
-        """The parameters that quantizing adds."""
+        """Returns the parameters that quantising the result adds to the call."""
         return {**self.format.params(), "stream": self.stream}
 
 
 def _quantized_activated(quantized: QuantizedResult | None, rows: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
-    """As `_quantized_result`, for the activated rows as a second quantised result."""
+    """Returns what `_quantized_result` does, for the activated rows as a second quantised result of a call."""
     if quantized is None:
         return {}, {}, {}
     made, params = quantized.results(rows, groups), quantized.params()
@@ -482,7 +483,7 @@ def _quantized_activated(quantized: QuantizedResult | None, rows: ArraySpec, gro
 
 
 def _quantized_result(quantized: QuantizedResult | None, source: ArraySpec, groups: int) -> tuple[dict[str, Any], ...]:
-    """Operands, results and parameters that `quantized` adds, if it is given."""
+    """Returns the operands, results and parameters that `quantized` adds to a call, if it is given."""
     if quantized is None:
         return {}, {}, {}
     return quantized.operands(), quantized.results(source, groups), quantized.params()
@@ -547,7 +548,7 @@ def grouped_matmul_act(
 
 
 def _hidden_grads(dtype: str, wanted: tuple[bool, bool, bool]) -> dict[str, Given]:
-    """The gradients at the hidden rows that `wanted` asks for; `dtype`: of all but the row sums, which are float32."""
+    """Returns the gradients at the hidden rows that `wanted` asks for, in `dtype`; row sums are float32."""
     return dict(zip(RESULTS["activation_grad"], (wanted[0] and dtype, wanted[1] and dtype, wanted[2]), strict=True))
 
 
@@ -653,7 +654,7 @@ def spec_in_format(format: Format, shape: tuple[int, ...], axis: int, dtype: str
     """Spec of an array of `shape` quantised in `format` for a product that contracts `axis`.
 
     Args:
-        shape: rows [M, X], or weights [G, A, B]. axis: of that shape. dtype: the nominal element type.
+        shape: rows [M, X], or weights [G, A, B]. axis: an axis of that shape. dtype: the nominal element type.
         groups: number of groups of rows; weights have theirs in the first axis.
     """
     weights = len(shape) == 3

@@ -122,8 +122,8 @@ class Model(NamedTuple):
 
     Attributes:
         layout: its layout. entries: the facts of its tensors. activations: by place, the activation of each MLP whose
-            module records one. optional: keys that a checkpoint may lack, those of one place only together. formats: of
-            quantised weights, by their key.
+            module records one. optional: keys that a checkpoint may lack, those of one place only together. formats:
+            the formats of quantised weights, by their key.
     """
 
     layout: Layout

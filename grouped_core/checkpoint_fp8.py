@@ -1,8 +1,8 @@
 """Weights of a checkpoint that are stored as FP8 codes with a scale for each block, as DeepSeek publishes them.
 
 `X` holds codes [N, K] of float8_e4m3fn, and `X_scale_inv` float32 [ceil(N / 128), ceil(K / 128)], by which the codes of
-a block are multiplied. Such weights are read from files, and converted in memory, as the bfloat16 weights that they
-stand for.
+a block are multiplied. When such weights are read from files or converted in memory, they become the bfloat16 weights
+that codes and scales represent.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from grouped_core.layouts import LAYOUTS, Layout
 from grouped_core.safetensors_file import parse_json
 
 NAME = "jax_grouped"
-"""Of the metadata in the header of a file, and of the JSON item of a folder."""
+"""The name of the metadata in the header of a file, and of the JSON item of a folder."""
 VERSION = 1
 FILES = {
     "gkn": LAYOUTS["jax_grouped"],
@@ -35,7 +35,7 @@ class Recorded:
     Attributes:
         order: "gkn" or "gnk". layers: by place, the activation of each MLP; None if it has no gate and none was given.
         groups: by place, the number of experts of all ranks. indexed: by place, whether there is a tensor per expert.
-        formats: of quantised weights, by their key. ranks: the number of files of the checkpoint.
+        formats: the formats of quantised weights, by their key. ranks: the number of files of the checkpoint.
     """
 
     order: str
@@ -98,8 +98,8 @@ def described(
     """The metadata of a checkpoint, as JSON.
 
     Args:
-        plan: that made its tensors. spec: as in `save`. formats: of quantised weights. stacked: the number of experts
-            of layers that a scan stacked, by place; recorded where their activation is known.
+        plan: the plan that made its tensors. spec: as in `save`. formats: those of quantised weights. stacked: the
+            number of experts of layers that a scan stacked, by place; recorded where their activation is known.
 
     Raises:
         ValueError: the activation of a layer with a gate is missing.

@@ -35,8 +35,8 @@ class Move:
     """`steps` make the tensors `targets` of the tensors `sources`.
 
     Attributes:
-        facts: of the targets. role: of the tensors; "" for others. part: of a quantised weight, or "".
-        place: of their unit.
+        facts: the facts of the targets. role: the role of the tensors in their unit; "" if they have none.
+        part: the part of a quantised weight, or "". place: the place of the tensors' unit.
     """
 
     sources: tuple[str, ...]
@@ -54,8 +54,8 @@ class Plan:
 
     Attributes:
         moves: in the order of the targets. unused: keys of the source that no move reads. missing: keys of the target
-            that no move writes. gated, groups: by place of an MLP, whether its activation has a gate, and the number of
-            its experts. units: the keys of the source, sorted into layers.
+            that no move writes. gated, groups: by the place of an MLP, whether its activation has a gate, and the
+            number of its experts. units: the keys of the source, sorted into layers.
     """
 
     moves: list[Move] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Plan:
 
 
 class Shard(NamedTuple):
-    """The experts of one of `ranks` ranks: G / ranks experts, of which the first has the number rank * G / ranks."""
+    """The experts of one of `ranks` ranks: G / ranks experts, starting with number rank * G / ranks."""
 
     rank: int
     ranks: int
@@ -136,8 +136,8 @@ def _to_common(written: _Written, role: str, part: str, block: int | None, facts
     """Steps from the tensors of a role to its common form.
 
     Args:
-        block: of interleaved columns of a first weight or its bias, else None. facts: of the parts of a quantised
-            weight in the common form, as far as they are known.
+        block: the block of interleaved columns of a first weight or its bias, else None. facts: those of the parts of a
+            quantised weight in the common form, as far as they are known.
     """
     layout, paths, groups, single = written
     found: list[Step] = []

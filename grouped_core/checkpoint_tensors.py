@@ -194,7 +194,7 @@ def saving(
     """Plans the file of a flat tree; nothing but names changes.
 
     Args:
-        layout: "torch_bridge" or "jax_grouped". formats: of quantised weights that are in parts already, by key.
+        layout: "torch_bridge" or "jax_grouped". formats: those of quantised weights that are in parts already, by key.
 
     Raises:
         ValueError: the activation of a layer with a gate is missing, or a name is not possible.

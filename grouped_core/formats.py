@@ -233,8 +233,8 @@ class QTensor(Generic[_Array]):
         values: codes. Rows [M, X] contracted along X: [M, X]; contracted along rows: [X, P] if the format is transposed
             (`turned`), else [P, X]. Weights: [G, O, C], the contracted axis last. E2M1 halves the last axis, rounding
             up.
-        scales: of blocks of b elements. Rows: [M, X/b], float32 ones [X/b, M]; contracted along rows [P/b, X]. Weights
-            [G, O, C/b], square blocks [G, O/b, C/b]. Divisions round up. Of formats without blocks: float32 [G].
+        scales: one per block of b elements. Rows: [M, X/b], float32 ones [X/b, M]; contracted along rows [P/b, X].
+            Weights [G, O, C/b], square blocks [G, O/b, C/b]. Divisions round up. Without blocks: float32 [G].
         group_scales: float32 [G] of formats that have them in addition to block scales, else None.
         format: its format, an entry of FORMATS or a variant of one.
         axis: the contracted axis of the logical shape.

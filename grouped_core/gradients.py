@@ -50,7 +50,7 @@ class Amaxes(NamedTuple):
     dy: Array | None = None
 
     def and_later(self, found: Amaxes) -> Amaxes:
-        """These amaxes, completed by those that backward found: the first pass to quantise an operand measures it."""
+        """Completes these amaxes by those that backward found: the first pass to quantise an operand measures it."""
         return Amaxes(*(mine if later is None else later for mine, later in zip(self, found, strict=True)))
 
 
@@ -94,7 +94,7 @@ def linear(
     out: Array | None = None,
     scales: tuple[Array | None, Array | None] = (None, None),
 ) -> Array:
-    """y of `linear_forward` without gradients; `scales`: quantisation scales [G] of x and of w."""
+    """Returns y of `linear_forward` for a call without gradients; `scales`: quantisation scales [G] of x and of w."""
     extras = Extras(None, *scales, measure=False)
     return linear_forward(run, op, x, w, group_sizes, bias, row_scale, out, extras=extras).y
 
@@ -122,7 +122,7 @@ def linear_forward(
         out: the caller's [M, N] buffer; its tail rows are left unchanged.
         needs: gradients that backward will compute. Their operands are saved; where this call quantises x or w, one
             pass makes both the rowwise and the columnwise form.
-        low: is added to x W.
+        low: a product of low rank that is added to x W.
     """
     x_spec, w_spec = operand_spec(run, x), operand_spec(run, w)
     result = linear_spec.check_linear(
@@ -174,7 +174,7 @@ def linear_forms(
     *,
     has_scale: bool = False,
 ) -> Forms:
-    """The operands in the forms that forward reads and that the gradients in `needs` read; one pass per operand."""
+    """Returns x and w in the forms that forward and the gradients in `needs` read, from one pass per operand."""
     recipe = op.resolve(operand_spec(run, x), operand_spec(run, w))
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
     keep_w = keep_w and not is_read_as_is(recipe, w)
@@ -189,23 +189,23 @@ def linear_forms(
 
 
 def uncached(w: Operand) -> Operand:
-    """The weight itself, without the quantised forms that its layer caches."""
+    """Returns the weight itself, without the quantised forms that its layer caches."""
     return w.source if isinstance(w, Cached) else w
 
 
 def row_forms(recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
-    """(contracted axis, format) of x for forward and, with `keep`, for wgrad."""
+    """Returns (contracted axis, format) of x for forward and, with `keep`, for wgrad."""
     return [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep else [])]
 
 
 def weight_forms(op: Linear, recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
-    """(contracted axis, format) of the weight for forward and, with `keep`, for dgrad."""
+    """Returns (contracted axis, format) of the weight for forward and, with `keep`, for dgrad."""
     k_axis, n_axis = op.weight_axes()
     return [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep else [])]
 
 
 def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tuple[bool, bool]:
-    """Whether backward reads forms of x and of w that forward makes; otherwise it reads the inputs of forward."""
+    """Returns for x and for w whether backward reads a form that forward makes; otherwise it reads forward's input."""
     values = reads_values(op, needs, has_scale)
     x = recipe.saved == "quantized" and needs.w and not recipe.wgrad[0].plain and not values
     w = recipe.saved_weights == "quantized" and (needs.x or values) and not recipe.dgrad[1].plain
@@ -214,13 +214,13 @@ def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tu
 
 @lru_cache(maxsize=1024)
 def cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int, Format], ...]:
-    """(contracted axis, format) of the quantised forms of the weight that a layer has to cache for its passes."""
+    """Returns (contracted axis, format) of the weight's quantised forms that a layer has to cache for its passes."""
     assert op.recipe is not None, "layers with caches have recipes"
     return quantized_only(weight_forms(op, op.recipe, keeps_forms(op, op.recipe, needs, has_scale)[1]))
 
 
 def quantized_only(forms: Sequence[tuple[int, Format]]) -> tuple[tuple[int, Format], ...]:
-    """`forms` without those in plain formats, which are the array itself."""
+    """Returns `forms` without those in plain formats, which are the array itself."""
     return tuple([each for each in forms if not each[1].plain])
 
 
@@ -231,7 +231,7 @@ def reads_values(op: Linear, needs: Needs, has_scale: bool) -> bool:
 
 @lru_cache(maxsize=1024)
 def linear_saved(op: Linear, needs: Needs, has_bias: bool, has_scale: bool) -> Needs:
-    """Which of x, w, bias, row_scale backward reads for the gradients in `needs`."""
+    """Returns which of x, w, bias, row_scale backward reads for the gradients in `needs`."""
     scales_rows = has_scale and not op.scale_bias
     values = reads_values(op, needs, has_scale)
     return Needs(
@@ -254,7 +254,7 @@ class MainGrads(NamedTuple):
 
 
 class Term(NamedTuple):
-    """What is added to a product in float32, in front of its one rounding: `factor * rows`, with dropped elements.
+    """A term `factor * rows`, with dropped elements, that is added to a product in float32 before the only rounding.
 
     Attributes:
         rows: float32 [M, N]. The others are those of `products.add_rows`.
@@ -267,7 +267,7 @@ class Term(NamedTuple):
     stream: int = 0
 
     def added(self, run: Runner, base: Array, group_sizes: Array, dtype: str, into: Array | None = None) -> Array:
-        """base + the term, [M, N] of `dtype`; base: float32 [M, N]."""
+        """Returns base + the term, [M, N] of `dtype`; base: float32 [M, N]."""
         rows, factor, rate, key, stream = self
         options: dict[str, Any] = {"factor": factor, "rate": rate, "key": key, "stream": stream}
         return add_rows(run, rows, group_sizes, dtype, base=base, into=into, **options)
@@ -277,7 +277,7 @@ NO_MAIN_GRADS = MainGrads(None, None, None, None, None, Amaxes())
 
 
 def linear_grads(*arguments: Any, **options: Any) -> Gradients:
-    """The gradients of `linear_backward`, for the same arguments."""
+    """Returns the gradients of `linear_backward`, for the same arguments."""
     return linear_backward(*arguments, **options).grads
 
 
@@ -298,10 +298,10 @@ def linear_backward(
     grad_input: Array | None = None,
     extras: Extras = NO_EXTRAS,
 ) -> Backward:
-    """The gradients in `needs`: `main_grads`, then `weight_grad`. Other arguments are those of `main_grads`.
+    """Computes the gradients in `needs`: `main_grads`, then `weight_grad`. Other arguments are those of `main_grads`.
 
     Args:
-        into_w: destination of dW, in the weight's layout; with `accumulate` dW is added to it.
+        into_w: the destination of dW, in the weight's layout; with `accumulate` dW is added to it.
     """
     operands = (x, w, group_sizes, bias, row_scale, dy)
     main = main_grads(run, op, specs, *operands, needs, grad_input=grad_input, extras=extras)
@@ -329,17 +329,17 @@ def main_grads(
     quantized_dy: QTensor[Any] | None = None,
     beside: Low | Term | None = None,
 ) -> MainGrads:
-    """The gradients in `needs` except that of the weight.
+    """Computes the gradients in `needs` except that of the weight.
 
     Args:
-        specs: of x, w, bias, row_scale; the last two are None where the operation had none.
+        specs: those of x, w, bias, row_scale; the last two are None where the operation had none.
         x, w: as `linear_forward` saved them; None where it did not. Without x, `rows` of the result are None.
         dy: [M, N]. It may be quantised for the products; other readers get its dequantised values.
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged.
-        stream: number of this dy among those that share one key of stochastic rounding.
+        stream: the number of this dy among those that share one key of stochastic rounding.
         quantized_dy: forms of dy that exist already; the one contracted along rows holds c dy.
-        beside: is added to dy W^T. If `reads_values` is false, dx is made in one pass, so the caller has to multiply a
-            `Term` by c beforehand.
+        beside: a term that is added to dy W^T. If `reads_values` is false, dx is made in one pass, so the caller has to
+            multiply a `Term` by c beforehand.
 
     With c the row scale: dx = c (dy W^T), dW_g = sum x^T (c dy), db_g = sum c dy, dc = <x, dy W^T> + <dy, b>.
     With `scale_bias`, c multiplies only the bias: dx = dy W^T, dW_g = sum x^T dy, db_g = sum c dy, dc = <dy, b>.
@@ -429,10 +429,10 @@ def grad_in_formats(
     amax: Array | None = None,
     given: QTensor[Any] | None = None,
 ) -> Quantized:
-    """dy in the formats `wanted`; the amax of delayed scaling is merged into `amax`.
+    """Returns dy in the formats `wanted`; the amax of delayed scaling is merged into `amax`.
 
     Args:
-        given: forms of dy that exist already; the others are made.
+        given: forms of dy that exist already; only the others are made.
     """
     ready = [None if given is None else given_form(given, *each) for each in wanted]
     missing = [each for each, form in zip(wanted, ready, strict=True) if form is None]
@@ -445,7 +445,7 @@ def grad_in_formats(
 
 
 def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Quantized:
-    """w as dgrad reads it, contracted along `axis`; its amax is found where forward did not find it."""
+    """Returns w in the form that dgrad reads, contracted along `axis`; measures its amax if forward did not."""
     if isinstance(w, QTensor) and is_read_as_is(recipe, w):
         return Quantized([given_form(w, axis, recipe.dgrad[1]) or w], None)
     measure = extras.measure and measures_late(recipe, 1)
@@ -460,14 +460,15 @@ def is_read_as_is(recipe: Recipe, w: Operand) -> bool:
 
 
 def reads_weights_as_given(recipe: Recipe) -> bool:
-    """Whether dgrad reads a quantised weight in a form that it has: the one along the axis that dgrad contracts or, if
-    there is none, the form that forward reads, widened. Both are exact. If dy is quantised, dgrad needs the former.
+    """Whether dgrad reads a quantised weight in a form that the weight has. This is the form along the axis that dgrad
+    contracts or, if there is none, the form that forward reads, widened; both are exact. If dy is quantised, dgrad
+    needs the first one.
     """
     return recipe.dgrad[0].plain and recipe.requantize is None
 
 
 def rows_for_wgrad(run: Runner, recipe: Recipe, x: Operand, group_sizes: Array, extras: Extras) -> Quantized:
-    """x as wgrad reads it: the form that forward saved, or one made from what it saved."""
+    """Returns x in the form that wgrad reads: the one that forward saved, or one made from what forward saved."""
     measure = extras.measure and measures_late(recipe, 0)
     wanted, again = [(0, recipe.wgrad[0])], recipe.requantize
     delayed = {"scale": extras.x, "amax": extras.x_amax if measure else None, "measure": measure}
@@ -480,7 +481,7 @@ def measures_late(recipe: Recipe, operand: int) -> bool:
 
 
 def plain_rows(run: Runner, x: Operand, group_sizes: Array) -> Array:
-    """x as an array of 16-bit or 32-bit elements, dequantised where it was quantised."""
+    """Returns x as an array of 16-bit or 32-bit elements, dequantised where it was quantised."""
     if isinstance(x, QTensor):
         return dequantize(run, x, group_sizes, x.dtype)
     return run.cast(x, wide(run.spec(x).dtype))
@@ -501,8 +502,8 @@ def weight_grad(
     """dW_g = sum rows^T dy over the rows of group g, in the weight's layout.
 
     Args:
-        w_spec: of the packed weight. rows: [M, K], dy: [M, N], as `main_grads` returned them.
-        into: destination; with `accumulate` dW is added to it.
+        w_spec: the spec of the packed weight. rows: [M, K], dy: [M, N], as `main_grads` returned them.
+        into: the destination; with `accumulate` dW is added to it.
         half: for a weight in two arrays, 1 or 2: dW of the first or second half of the N columns, [G, K, N / 2]. 0: dW
             of all columns.
     """
@@ -537,7 +538,7 @@ def half_grads(
     into: Sequence[Array | Listed | None] = (None, None),
     accumulate: bool = False,
 ) -> list[Array]:
-    """`weight_grad` of each of `halves`, which are (0,) for a weight in one array, with a destination for each."""
+    """Computes `weight_grad` for each of `halves`, with a destination for each; (0,) is a weight in one array."""
     pairs = zip(halves, into, strict=False)
     options: dict[str, Any] = {"accumulate": accumulate}
     return [weight_grad(run, op, w_spec, rows, dy, group_sizes, into=to, half=half, **options) for half, to in pairs]
@@ -546,7 +547,7 @@ def half_grads(
 def with_weight_grad(
     run: Runner, op: Linear, w_spec: OperandSpec, rows: Operand, dy: Operand, group_sizes: Array, *, wanted: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """The gradient of a weight for a rule that computes other gradients as well: (rows, dy, dW, its second half).
+    """Returns (rows, dy, dW, the second half of dW), for a rule that computes other gradients as well.
 
     If dW is `wanted`, the first two are None; otherwise the last two are, and rows and dy are returned for a later
     `weight_grad`. A weight in one array has no second half.

@@ -293,7 +293,7 @@ class Unit:
     """Tensors that convert together: an MLP of experts, a shared expert, a grouped linear layer, or a router's layer.
 
     Attributes:
-        kind: "mlp", "shared", "linear" or "layer". path: where its names start in its layout. roles: by name.
+        kind: "mlp", "shared", "linear" or "layer". path: where its names start in its layout. roles: its roles by name.
         layer: the path of the mixture-of-experts layer around it, or None.
     """
 

@@ -97,6 +97,7 @@ def _format(operand: OperandSpec) -> Format | None:
 
 @lru_cache(maxsize=256)
 def _as_they_stand(x: str, w: str, x_format: Format | None, w_format: Format | None) -> Recipe:
+    """Returns the recipe for operands as they are: plain formats, or for a quantised operand its own format."""
     found = plain(x, w)
     if x_format is None and w_format is None:
         return found

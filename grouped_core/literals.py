@@ -29,7 +29,8 @@ def literal(kind: str, values: Sequence[Any]) -> str:
     """The literal of an object.
 
     Args:
-        kind: the name of its class. values: of its fields; each is a constant, a `Literal`, or a tuple of these.
+        kind: the name of its class. values: the values of its fields; each is a constant, a `Literal`, or a tuple of
+            these.
     """
     return f"({kind!r}, {', '.join([_literal(each) for each in values])})"
 

@@ -284,7 +284,7 @@ NO_NEEDS = LoraNeeds(*[False] * len(LoraNeeds._fields))
 
 
 class Kept(NamedTuple):
-    """Which arrays backward reads; x: the rows, u: those of A, [M, r]."""
+    """Which arrays backward reads; x: the rows, u: the rows of A, [M, r]."""
 
     x: bool
     w: bool
@@ -402,7 +402,8 @@ def main_grads(
     """The gradients in `needs` except those of A and B, for which `weight_grad` takes the operands.
 
     Args:
-        specs: of x, w, bias, row_scale. x, w, u: as `forward` saved them; those that `kept` does not name are None.
+        specs: those of x, w, bias, row_scale. x, w, u: as `forward` saved them; those that `kept` does not name are
+            None.
         dy: [M, N]. Other arguments are those of `gradients.main_grads`.
         new_b: the gradient of B is a new array now, so it may be made along with v.
     """

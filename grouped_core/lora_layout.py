@@ -28,7 +28,7 @@ def from_peft(
     """(A, B) of all groups from PEFT's two matrices.
 
     Args:
-        a: [G r, K]. b: [N, r G]. names: of both, for messages.
+        a: [G r, K]. b: [N, r G]. names: the names of both in messages.
         transposed: A [G, r, K] and B [G, N, r]; else A [G, K, r] and B [G, r, N].
 
     Raises:

@@ -105,7 +105,7 @@ def of_base(op: Mlp, dtype: str) -> Mlp:
     """`op` with rows and gradients in plain formats where the gradients of A and B read them.
 
     Args:
-        dtype: of x.
+        dtype: the dtype of x.
     """
     if op.recipe is None or not op.recipe.quantized:
         return op
@@ -228,15 +228,15 @@ class Adapted(Beside):
         return lora.beside_backward(self.run, linear, adapter, v, a, group_sizes, self.key) if through else None
 
     def first(self, x: Array, group_sizes: Array) -> Low | None:
-        """u1 B1."""
+        """Returns u1 B1."""
         return self._forward(0, x, group_sizes)
 
     def second(self, z: Array, group_sizes: Array) -> Low | None:
-        """u2 B2."""
+        """Returns u2 B2."""
         return self._forward(1, z, group_sizes)
 
     def hidden(self, dy: Array, group_sizes: Array) -> Low | Term | None:
-        """drop(v2 A2^T)."""
+        """Returns drop(v2 A2^T)."""
         through = needs_dz(base_needs(self.adapters, self.needs))
         if self.adapters.wo is not None and (through or self.needs.a_wo or self.needs.b_wo):
             self.dy = plain_rows(self.run, dy, group_sizes)
@@ -306,8 +306,8 @@ def forward(
 
     Args:
         factors: A [G, K, r] and B [G, r, W] of wi, A [G, F, r] and B [G, r, K] of wo; all with the last two axes
-            swapped when transposed; arrays or `Listed`. key: uint32 [2], of the dropout.
-        operands: of `mlp.mlp` from x to out, or of `routed.forward` where the rows are those of tokens.
+            swapped when transposed; arrays or `Listed`. key: uint32 [2], the key of the dropout.
+        operands: those of `mlp.mlp` from x to out, or of `routed.forward` where the rows are those of tokens.
     """
     rule = mlp.mlp if op.keeps_rows else routed.forward
     x, of_bias = run.spec(operands[0]), operands[5:7] if op.keeps_rows else operands[6:8]
@@ -340,7 +340,7 @@ def at_hidden(
 
     Args:
         new_b: the gradient of B of wo is a new array now, so it may be made along with v.
-        factors, u: as `kept` names them. operands: of `mlp.at_hidden` or `routed.at_hidden`, from x to dy.
+        factors, u: as `kept` names them. operands: those of `mlp.at_hidden` or `routed.at_hidden`, from x to dy.
         options: the keywords of these.
     """
     rule: Any = mlp.at_hidden if op.keeps_rows else routed.at_hidden
@@ -369,7 +369,7 @@ def first_product(
 
     Args:
         new_b: the gradient of B of wi is a new array now, so it may be made along with v.
-        operands: of `mlp.first_product` or `routed.first_product`, from x to of_dh. options: the keywords of these.
+        operands: those of `mlp.first_product` or `routed.first_product`, from x to of_dh. options: their keywords.
     """
     rule: Any = mlp.first_product if op.keeps_rows else routed.first_product
     sizes = operands[2] if op.keeps_rows else operands[2].sizes

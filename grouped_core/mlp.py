@@ -34,26 +34,26 @@ from grouped_core.recipes import Recipe
 
 
 class Beside:
-    """Terms that are added to the four products of an MLP with its weights. This base class adds none; see `lora_mlp`.
+    """Terms that adapters add to the four products with the weights of an MLP; none in this base class, see `lora_mlp`.
 
     Attributes:
-        reads_x, reads_z: whether the unquantised rows of the first and of the second product are read.
+        reads_x, reads_z: whether the terms read the unquantised rows x of the first product and z of the second one.
     """
 
     reads_x = False
     reads_z = False
 
     def first(self, x: Array, group_sizes: Array) -> Low | None:
-        """Beside x W1."""
+        """Returns the term that is added to x W1, or None."""
 
     def second(self, z: Array, group_sizes: Array) -> Low | None:
-        """Beside z W2."""
+        """Returns the term that is added to z W2, or None."""
 
     def hidden(self, dy: Array, group_sizes: Array) -> Low | Term | None:
-        """Beside dy W2^T."""
+        """Returns the term that is added to dy W2^T, or None."""
 
     def input(self, dh: Array, group_sizes: Array) -> Low | Term | None:
-        """Beside dh W1^T."""
+        """Returns the term that is added to dh W1^T, or None."""
 
 
 NOTHING = Beside()
@@ -83,7 +83,7 @@ class MlpGradients(NamedTuple):
 
 
 class HiddenGrads(NamedTuple):
-    """dh [M, W], z [M, F] (perhaps quantised), dp [M] float32; None where not requested. Quantised forms of dh."""
+    """dh [M, W], z [M, F] (perhaps quantised), dp [M] float32, None where not requested; quantised forms of dh."""
 
     dh: Array | None
     z: Operand | None
@@ -121,7 +121,7 @@ class MainGrads(NamedTuple):
 
 
 NO_EXTRAS = (Extras(), Extras())
-"""The recipe has no arrays bound to it."""
+"""The extras of both products for a recipe without bound arrays."""
 
 
 def hidden_rows(
@@ -137,11 +137,11 @@ def hidden_rows(
     quantized: Within | None = None,
     low: Low | None = None,
 ) -> tuple[Operand, Array | None, Array | None]:
-    """(z [M, F], h [M, W] with `keep`, amax of z): the first product and the activation in one call.
+    """Runs the first product and the activation in one call. Returns (z [M, F], h [M, W] with `keep`, amax of z).
 
     Args:
         x, wi: in the form that forward reads. quantized: how z is quantised; None leaves it unquantised.
-        low: is added to x W1.
+        low: a product of low rank that is added to x W1.
     """
     linear = op.fc1()
     x_spec = operand_spec(run, x)
@@ -200,7 +200,8 @@ def mlp(
             `Listed` each, and wi may be `Paired`; x and weights may be quantised. group_sizes: int32 [G]. probs: [M].
             wi_bias: [G, W]. wo_bias: [G, K].
         out: the caller's [M, K] buffer; its tail rows are left unchanged.
-        needs: gradients that backward will compute. extras: of the two products. beside: what is added to them.
+        needs: gradients that backward will compute. extras: those of the two products. beside: terms that are added to
+            these.
     """
     check(op, *(operand_spec(run, each) for each in (x, wi, wo, group_sizes, probs, wi_bias, wo_bias, out)))
     keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
@@ -234,10 +235,11 @@ def mlp(
 
 
 def activated_forms(run: Runner, op: Mlp, x: OperandSpec, wo: Operand, extras: Extras, keep: bool) -> Within | None:
-    """How the pass that makes the activated rows quantises them; None where it does not, or one pass does not suffice.
+    """Returns how the pass that makes the activated rows quantises them; None if it does not, or one pass cannot.
 
     Args:
-        x: spec of the rows. extras: of the second product. keep: whether backward reads them too.
+        x: the spec of the MLP's rows. extras: those of the second product. keep: whether backward reads the activated
+            rows too.
     """
     recipe = op.fc2().resolve(x, operand_spec(run, wo))
     delayed = {"scale": extras.x, "amax": extras.x_amax, "measure": extras.measure}
@@ -245,8 +247,8 @@ def activated_forms(run: Runner, op: Mlp, x: OperandSpec, wo: Operand, extras: E
 
 
 def activated_row_forms(op: Mlp, recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
-    """(contracted axis, format) of z for the second product and, with `keep`, for its wgrad; empty where wgrad reads
-    the unquantised z.
+    """Returns (contracted axis, format) of z for the second product and, with `keep`, for its wgrad. The list is empty
+    if wgrad reads the unquantised z.
     """
     asked = Needs(False, keep, False, False)
     kept = gradients.keeps_forms(op.fc2(), recipe, asked, False)[0]
@@ -254,7 +256,7 @@ def activated_row_forms(op: Mlp, recipe: Recipe, keep: bool) -> list[tuple[int, 
 
 
 def fused_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **options: Any) -> Within | None:
-    """`within`, or None where `implementation` asks for unfused kernels."""
+    """Returns the result of `within`, or None where `implementation` asks for unfused kernels."""
     if {"composed", "reference"} & set(op.implementation.split(",")):
         return None
     return within(wanted, **options)
@@ -263,7 +265,7 @@ def fused_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **options: Any) 
 def first_forms(
     run: Runner, op: Mlp, x: Operand, wi: Operand, group_sizes: Array, extras: Extras, needs: MlpNeeds
 ) -> Forms:
-    """x and wi in the forms that the first product reads; with the policy `save_input` the inputs themselves are saved.
+    """Returns x and wi in the forms that the first product reads; the policy `save_input` saves the inputs themselves.
 
     For a weight with forms cached by its layer, `save_input` saves those forms: the layer may replace them before
     backward.
@@ -281,7 +283,7 @@ def first_forms(
 
 @lru_cache(maxsize=1024)
 def cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[int, Format], ...], ...]:
-    """(contracted axis, format) of the quantised forms of wi and of wo that their layers have to cache for a pass.
+    """Returns (contracted axis, format) of the quantised forms of wi and wo that their layers must cache for a pass.
 
     Args:
         keep_z: whether backward reads the activated rows of forward (`kept`).
@@ -310,7 +312,7 @@ def hidden_grads(
     quantized_z: Within | None = None,
     beside: Low | Term | None = None,
 ) -> HiddenGrads:
-    """dh, z and dp, each if `wanted` asks for it: dgrad of the second product and the activation's, in one call.
+    """Computes dh, z and dp, each if `wanted` asks for it: dgrad of the second product and the activation, in one call.
 
         dz = dy W2^T;  dh = p dz act'(h);  z = p act(h);  dp = <dz, act(h)> + <dy, b2>
 
@@ -319,7 +321,7 @@ def hidden_grads(
         wo, quantized_dy: in the form that the product reads.
         quantized: how dh is quantised, whether or not `wanted` also asks for the unquantised dh.
         quantized_z: how z is quantised, instead of the unquantised z; only with `quantized`.
-        beside: is added to dy W2^T; with a `Term` nothing is quantised here.
+        beside: a term that is added to dy W2^T; with a `Term` nothing is quantised here.
     """
     linear = op.fc2()
     p = None if probs is None else run.cast(probs, "float32")
@@ -375,7 +377,7 @@ def _activation_grads(
     base: Array | None,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Array | None, ...]:
-    """dh, z and dp from dz [M, F], each if `wanted` asks for it; probs and base are float32 [M]."""
+    """Computes dh, z and dp from dz [M, F], each if `wanted` asks for it; probs and base are float32 [M]."""
     call = calls.activation_grad(
         *(run.spec(dz), run.spec(h), run.spec(group_sizes), run.spec(h).dtype),
         activation=op.activation,
@@ -388,10 +390,10 @@ def _activation_grads(
 
 
 def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Within | None:
-    """How the pass that makes the gradients at the hidden rows quantises them; None where it does not.
+    """Returns how the pass that makes the gradients at the hidden rows quantises them; None where it does not.
 
     Args:
-        recipe, extras: of the first product.
+        recipe, extras: those of the first product.
     """
     wanted = grad_row_forms(recipe, needs)
     delayed = {"scale": extras.dy, "amax": extras.dy_amax, "measure": extras.measure}
@@ -399,11 +401,13 @@ def hidden_forms(op: Mlp, recipe: Recipe, extras: Extras, needs: MlpNeeds) -> Wi
 
 
 def rebuilt_rows(op: Mlp, recipe: Recipe, scale: Array | None) -> Within | None:
-    """How the pass at the hidden rows quantises the activated rows, which only wgrad of wo then reads; None where it
-    does not, or where their amax is needed too: that pass finds only the amax of dh.
+    """Returns how the pass at the hidden rows quantises the activated rows that it makes again for the gradient of wo.
+
+    It returns None where that pass does not quantise them, or where their amax is needed too: the pass finds only that
+    of dh.
 
     Args:
-        recipe: of the second product. scale: quantisation scales [G] of its rows.
+        recipe: the recipe of the second product. scale: the quantisation scales [G] of the activated rows.
     """
     if recipe.wgrad[0].delayed and gradients.measures_late(recipe, 0):
         return None
@@ -411,12 +415,12 @@ def rebuilt_rows(op: Mlp, recipe: Recipe, scale: Array | None) -> Within | None:
 
 
 def grad_row_forms(recipe: Recipe, needs: MlpNeeds) -> list[tuple[int, Format]]:
-    """(contracted axis, format) of dh for dgrad and for wgrad of the first product, each if needed."""
+    """Returns (contracted axis, format) of dh for dgrad and for wgrad of the first product, each if needed."""
     return [*([(1, recipe.dgrad[0])] if needs.x else []), *([(0, recipe.wgrad[1])] if needs.wi else [])]
 
 
 def _bias_dots(run: Runner, dy: Array, bias: Operand, group_sizes: Array) -> Array:
-    """[M] float32 = <dy[r], bias[g(r)]>."""
+    """Returns [M] float32 = <dy[r], bias[g(r)]>."""
     spec = run.spec(dy)
     pair = (spec, operand_spec(run, bias))
     call = calls.row_dot(run.spec(group_sizes), spec.shape[0], None, pair, isinstance(bias, Listed))
@@ -433,10 +437,10 @@ def grad_forms(
     extras: Extras,
     forms: tuple[bool, bool],
 ) -> Quantized:
-    """dy in the forms that dgrad and wgrad of the second product read, each if `forms` asks for it; from one pass.
+    """Returns dy in the forms that dgrad and wgrad of the second product read, each if in `forms`; from one pass.
 
     Args:
-        x: spec of the rows that wo multiplies.
+        x: the spec of the rows that wo multiplies.
     """
     recipe = op.fc2().resolve(x, operand_spec(run, wo))
     formats = ((1, recipe.dgrad[0]), (0, recipe.wgrad[1]))
@@ -463,11 +467,11 @@ def main_grads(
     grad_input: Array | None = None,
     extras: tuple[Extras, Extras] = NO_EXTRAS,
 ) -> MainGrads:
-    """The gradients in `needs` except those of the weights: `at_hidden`, then `first_product`. Other arguments are
-    those of `at_hidden`.
+    """Computes the gradients in `needs` except those of the weights: `at_hidden`, then `first_product`.
 
     Args:
         grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged.
+        The others: those of `at_hidden`.
     """
     operands = (x, h, z, wi, wo, group_sizes, probs, wi_bias, wo_bias, dy)
     hidden = at_hidden(run, op, specs, *operands, needs, extras=extras)
@@ -480,7 +484,7 @@ def main_grads(
 
 
 def both_stages(hidden: AtHidden, found: gradients.MainGrads) -> MainGrads:
-    """Results of `main_grads` from those of its two stages."""
+    """Combines the results of the two stages of backward to those of `main_grads`."""
     first, second = hidden.amax
     return MainGrads(
         x=found.x,
@@ -514,12 +518,12 @@ def at_hidden(
     extras: tuple[Extras, Extras] = NO_EXTRAS,
     beside: Beside = NOTHING,
 ) -> AtHidden:
-    """The first stage of backward; operands that `kept` does not name are None. No later stage reads h.
+    """Runs the first stage of backward; operands that `kept` does not name are None. No later stage reads h.
 
     Args:
         x, z, wi, wo: as `mlp` saved them.
         dy: [M, K]. It may be quantised for the products; other readers get its dequantised values.
-        extras: of the two products. beside: what is added to them.
+        extras: those of the two products. beside: terms that are added to these.
     """
     needs = restrict(needs, specs)
     first, second = op.fc1(), op.fc2(specs.probs is not None and specs.wo_bias is not None)
@@ -527,7 +531,7 @@ def at_hidden(
     recipe = second.resolve(z_spec, specs.wo)
     dp = dh = z_amax = wo_amax = None
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and z is None):
-        # The call of forward is repeated: it takes a weight in two arrays as well, and makes z along with h.
+        # The fused call of forward runs again: it takes a weight in two arrays as well, and makes z along with h.
         again = extras[0]._replace(measure=False)  # forward found the amaxes
         forms = first_forms(run, op, x, wi, group_sizes, again, NO_NEEDS)
         how: dict[str, Any] = {"keep": needs_dz(needs), "low": beside.first(x, group_sizes)}
@@ -589,12 +593,13 @@ def first_product(
     extras: Extras = gradients.NO_EXTRAS,
     beside: Beside = NOTHING,
 ) -> gradients.MainGrads:
-    """The second stage of backward: gradients of x and of the first bias, and the operands of wgrad of wi.
+    """Runs the second stage of backward: gradients of x and of the first bias, and the operands of wgrad of wi.
 
     Args:
         x, wi: as `mlp` saved them. dh, of_dh: as `at_hidden` returned them.
-        grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged. extras: of the first product.
-        beside: what is added to dh W1^T.
+        grad_input: the caller's [M, K] buffer for dx; its tail rows are left unchanged. extras: those of the first
+            product.
+        beside: has the term that is added to dh W1^T.
     """
     needs = restrict(needs, specs)
     if not needs_dh(needs):
@@ -674,7 +679,7 @@ def plan_weight_grads(
     accumulators: tuple[Any, Any],
     halves: Sequence[int],
 ) -> None:
-    """The part of `plan` after `main_grads`."""
+    """Plans the weight gradients, which `plan` does after `main_grads`."""
     into = accumulators[0]
     targets = [(into and into[half - 1], half) for half in halves] if op.paired else [(into, 0)]
     work = [(op.fc1(), specs.wi, main.rows, main.dh, *target) for target in targets if needs.wi]

@@ -116,9 +116,9 @@ class Mlp:
 
     Attributes:
         names: the frontend's argument names, for messages.
-        activation: between the two products.
+        activation: the activation between the two products.
         transposed: weights are [G, W, K] and [G, K, F] instead of [G, K, W] and [G, F, K].
-        recipe: of both products; None uses the operands as given.
+        recipe: the recipe of both products; None uses the operands as given.
         residuals: what is saved for backward.
         wgrad_dtype: dtype of new weight gradients; None: that of the weights.
         master_dtypes: dtypes of the master weights of wi and wo, and so of their new gradients; None without a master.
@@ -340,7 +340,7 @@ def check_ranks(op: Mlp, **shapes: tuple[int, ...] | None) -> None:
     """Refuses operands of the wrong rank.
 
     Args:
-        shapes: by the names of `MlpNames`; None where an operand is absent.
+        shapes: the shapes by the names of `MlpNames`; None where an operand is absent.
 
     Raises:
         ValueError: the number of axes of an operand is wrong.
@@ -354,7 +354,7 @@ def check_cotangent(x: OperandSpec, dy: ArraySpec, format: Format | None = None,
     """Refuses a gradient of y whose shape [M, K] or dtype is not that of y.
 
     Args:
-        format: that of a quantised dy. recipe: of the second product.
+        format: that of a quantised dy. recipe: the recipe of the second product.
 
     Raises:
         TypeError: dtype. ValueError: shape; dy is quantised, and the recipe quantises nothing.

@@ -20,7 +20,7 @@ def attempt(call: Call, arch: str) -> _native.Plan:
 
 @lru_cache(maxsize=8192)
 def plan(call: Call, arch: str) -> _native.Plan:
-    """As `attempt`, for a call that will run.
+    """Returns the plan of `attempt` for a call that will run.
 
     Raises:
         NotImplementedError: no kernel supports the call; the message gives the reason of each candidate.

@@ -1,4 +1,4 @@
-"""Runs one grouped product, with everything that can be fused, as one native call; kinds of operands.
+"""Runs one grouped product, with everything that can be fused into it, as one native call; defines kinds of operands.
 
 The operations take a `Runner`, so that JAX, PyTorch, NumPy and planning without arrays share their code. In a pair
 (operand, number), the number is the contracted axis.
@@ -44,7 +44,7 @@ class Listed:
     """An operand whose groups are separate arrays, reached through a table of G int64 addresses on the device.
 
     Attributes:
-        spec: of the packed form, [G, ...].
+        spec: the spec of the packed form, [G, ...].
         table: the addresses; address 0 in the table of a destination skips the group.
         aligned: whether every address is a multiple of 16 bytes.
     """
@@ -69,7 +69,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Low:
-    """A product of low rank that is added to the sums of another one, in front of its one rounding.
+    """A product of low rank that is added to the sums of another product before these are rounded once.
 
     Attributes:
         rows: [M, r]. weight: [G, r, N], or [G, N, r], contracted along `axis`.
@@ -80,12 +80,12 @@ class Low:
     axis: int
 
     def spec(self, run: Runner) -> calls.LowRank:
-        """What a call knows of it."""
+        """Returns what a call has to know about this product."""
         listed = isinstance(self.weight, Listed)
         return calls.LowRank(run.spec(self.rows), operand_spec(run, self.weight), self.axis, listed)
 
     def operands(self) -> dict[str, Any]:
-        """Its operands by slot."""
+        """Returns the operands of this product by slot."""
         return {"low_lhs": self.rows, "low_rhs": self.weight}
 
 
@@ -131,7 +131,7 @@ def operand_spec(run: Runner, operand: None) -> None: ...
 @overload
 def operand_spec(run: Runner, operand: Array) -> Any: ...
 def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
-    """Spec of an operand; of the packed form where it is `Listed` or `Paired`."""
+    """Returns the spec of an operand; for `Listed` and `Paired` ones, that of the packed form."""
     if operand is None:
         return None
     if isinstance(operand, Paired):
@@ -148,7 +148,7 @@ def operand_spec(run: Runner, operand: Operand | None) -> OperandSpec | None:
 
 
 def quantized_spec(q: QTensor[Any], spec: Callable[[Array], ArraySpec]) -> QuantizedSpec:
-    """The spec of `q`; `spec` gives the spec of an array."""
+    """Returns the spec of `q`; `spec` gives the spec of an array."""
     _, *scales = q.slots
     block, group = (None if each is None else spec(each) for each in scales)
     other = None if q.other is None else quantized_spec(q.other, spec)
@@ -156,14 +156,14 @@ def quantized_spec(q: QTensor[Any], spec: Callable[[Array], ArraySpec]) -> Quant
 
 
 def weight_specs(run: Runner, weight: Operand) -> tuple[Any, ArraySpec | None]:
-    """Specs of the slots `rhs` and `rhs_up` of a weight; the packed form where it is `Listed`."""
+    """Returns the specs of a weight's slots `rhs` and `rhs_up`; for a `Listed` weight, that of the packed form."""
     if isinstance(weight, Paired):
         return run.spec(weight.gate), run.spec(weight.up)
     return operand_spec(run, weight), None
 
 
 def rounded(run: Runner, operand: Operand, dtype: str) -> Operand:
-    """The arrays of an operand rounded to `dtype`; a `Listed` one is returned unchanged."""
+    """Returns the arrays of an operand rounded to `dtype`; a `Listed` one is returned unchanged."""
     if isinstance(operand, Listed):
         return operand
     if isinstance(operand, Paired):
@@ -172,7 +172,7 @@ def rounded(run: Runner, operand: Operand, dtype: str) -> Operand:
 
 
 def operand_arrays(name: str, operand: Operand | None) -> dict[str, Array]:
-    """The arrays of an operand by slot: a table of addresses, two halves, codes and scales, or the array itself."""
+    """Returns the arrays of an operand by slot: an address table, two halves, codes and scales, or the array itself."""
     if operand is None:
         return {}
     if isinstance(operand, Listed):
@@ -186,7 +186,7 @@ def operand_arrays(name: str, operand: Operand | None) -> dict[str, Array]:
 
 
 def arranged(call: Call, **operands: Operand | None) -> tuple[Any, ...]:
-    """The arrays of named operands, one per slot of `call`."""
+    """Returns the arrays of named operands, one per slot of `call`."""
     arrays: dict[str, Array] = {}
     for name, operand in operands.items():
         arrays |= operand_arrays(name, operand)
@@ -214,9 +214,10 @@ def product(
     accumulate: bool = False,
     low: Low | None = None,
 ) -> Array:
-    """One grouped product of two operands in the forms that it reads, with bias and row scale fused into the call.
+    """Computes one grouped product of two operands in the forms that it reads; bias and row scale are fused into it.
 
-    `halves`: of the columns of lhs and rhs, as in `calls.grouped_matmul`. `low`: is added to the sums.
+    `halves`: the halves of the columns of lhs and of rhs, as in `calls.grouped_matmul`. `low`: a product of low rank
+    that is added to the sums.
     """
     (left, left_axis), (right, right_axis) = lhs, rhs
     right_spec, up_spec = weight_specs(run, right)
@@ -255,11 +256,11 @@ def low_rank_grads(
     group_sizes: Array,
     dtypes: tuple[str, str],
 ) -> tuple[Array, Array]:
-    """The products rows factor^T [M, r] and low_rows^T rows, shaped as the factor, with one reading of `rows`.
+    """Computes rows factor^T [M, r] and low_rows^T rows, shaped as the factor; one call reads `rows` once for both.
 
     Args:
         rows: [M, N]. factor: [G, r, N], or [G, N, r]. low_rows: [M, r]; all three of one dtype.
-        dtypes: of both results.
+        dtypes: the dtypes of both results.
     """
     weight, axis = factor
     call = calls.low_rank_grads(
@@ -298,10 +299,11 @@ def add_rows(
     key: Array | None = None,
     stream: int = 0,
 ) -> Array:
-    """[M, N] = base[r] + factor * rows[r]; each element of `rows` is dropped with probability `rate`, if there is one.
+    """[M, N] = base[r] + factor * rows[r]; each element of `rows` is dropped with probability `rate`, if that is not 0.
 
     Args:
-        base: float32 [M, N]. key: uint32 [2], read with a rate. stream: number of the mask among those of one key.
+        base: float32 [M, N]. key: uint32 [2], read only to drop elements. stream: the number of this mask among those
+            of one key.
     """
     call = calls.add_rows(
         *(run.spec(rows), run.spec(group_sizes), dtype),

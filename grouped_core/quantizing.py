@@ -22,7 +22,7 @@ class Extras(NamedTuple):
     """Arrays that a recipe needs besides the operands; None where it does not need them.
 
     Attributes:
-        key: uint32 [2], of stochastic rounding.
+        key: uint32 [2], the key of stochastic rounding.
         x, w, dy: float32 [G] each, the quantisation scales of delayed scaling.
         measure: whether to find the amax of operands with delayed scaling.
         x_amax, w_amax, dy_amax: float32 [G] each; the amaxes are merged into them, in place where the runner works in
@@ -44,7 +44,7 @@ NO_MEASURES = Extras(measure=False)
 
 
 class Quantized(NamedTuple):
-    """An operand in the requested formats, in their order, and with delayed scaling its amax [G], else None."""
+    """An operand in the requested formats, in their order; and its amax [G] if it has delayed scaling, else None."""
 
     forms: list[Operand]
     amax: Array | None
@@ -65,16 +65,16 @@ def in_formats(
     into: Sequence[QTensor[Any]] | None = None,
     skip: Array | None = None,
 ) -> Quantized:
-    """`operand` once for each (contracted axis, format) of `wanted`; forms of one format come from one pass.
+    """Converts `operand` to each (contracted axis, format) of `wanted`; one pass makes all forms of one format.
 
     Args:
         operand: rows [M, X] with group_sizes, or weights [G, A, B] without. `Gathered` rows are gathered by the pass
-            that quantises them, or before where a format does not allow it. A quantised operand needs every form in
+            that quantises them, or before it if a format does not allow that. A quantised operand needs every form in
             `wanted`, unless `requantize` allows quantising its dequantised values again. A `Cached` operand supplies
             the forms that it has; the others are made from its source.
         scale: [G], quantisation scales of delayed scaling. amax: [G], merged into the amax that is returned.
         measure: whether to find the amax.
-        stream: number of this operand among those that share one key of stochastic rounding.
+        stream: the number of this operand among those that share one key of stochastic rounding.
         into: buffers that the forms are written to in place; every form is then quantised.
         skip: int32 [1]; a value other than 0 leaves the buffers unchanged.
 
@@ -117,7 +117,7 @@ def _gathers(run: Runner, rows: Gathered, wanted: Sequence[tuple[int, Format]]) 
 
 
 class _Delayed(NamedTuple):
-    """Delayed scaling of one pass: scales [G], the array that the amax is merged with, whether to find the amax."""
+    """Delayed scaling in one pass: scales [G], the array that the amax is merged with, and whether to find the amax."""
 
     scale: Array | None
     amax: Array | None
@@ -176,7 +176,7 @@ def _quantize(
 
 
 def _form(results: dict[str, Any], spec: ArraySpec, axis: int, fmt: Format) -> QTensor[Any]:
-    """The form contracted along `axis`, from the results of a call that quantises."""
+    """Returns the form contracted along `axis`, from the results of a call that quantises."""
     prefix = "" if axis == len(spec.shape) - 1 else "cross_"
     values, scales, group_scales = (results[prefix + name] for name in calls.QUANTIZED[:3])
     return QTensor(values, scales, group_scales, fmt, axis, spec.shape, spec.dtype)
@@ -186,7 +186,8 @@ class Within(NamedTuple):
     """How a fused call quantises one of its results, rows [M, X], in one pass.
 
     Attributes:
-        call: for the plan of the call. wanted: (contracted axis, format) of each form. arrays: operands by slot.
+        call: what the plan of the call has to know. wanted: (contracted axis, format) of each form. arrays: the
+            operands of quantising by slot.
     """
 
     call: calls.QuantizedResult
@@ -199,7 +200,10 @@ class Within(NamedTuple):
         return Quantized([_form(by_name, spec, axis, fmt) for axis, fmt in self.wanted], by_name["amax"])
 
     def activated_form(self, call: calls.Call, results: Sequence[Any], spec: ArraySpec) -> QTensor[Any]:
-        """The one form in `wanted` of the activated rows, of spec `spec`, which `call` makes besides its result."""
+        """Returns the activated rows in the only form of `wanted`; `call` has made it besides its result.
+
+        `spec` is the spec of the activated rows.
+        """
         by_name = dict(zip(calls.RESULTS[call.name], results, strict=True))
         ((axis, fmt),) = self.wanted
         return _form({own: by_name[name] for name, own in calls.ACTIVATED.items()}, spec, axis, fmt)
@@ -214,8 +218,8 @@ def within(
     key: Array | None = None,
     stream: int = 0,
 ) -> Within | None:
-    """How a fused call quantises its result as `in_formats` does for the same arguments; None where `in_formats` needs
-    more than one pass, or a cast.
+    """Returns how a fused call quantises its result as `in_formats` does for the same arguments; None where
+    `in_formats` needs more than one pass, or a cast.
     """
     bases = {fmt.replace(rotate=False) for _, fmt in wanted}
     if len(bases) != 1 or (fmt := bases.pop()).plain:
@@ -244,11 +248,11 @@ def quantize(
     *,
     key: Array | None = None,
 ) -> QTensor[Any]:
-    """`source`, quantised in one pass for products that contract `axes`, one or both of its last two axes.
+    """Quantises `source` in one pass for products that contract `axes`, one or both of its last two axes.
 
     Args:
         source: rows [M, X] with group_sizes, or weights [G, A, B] without.
-        key: uint32 [2], of stochastic rounding.
+        key: uint32 [2], the key of stochastic rounding.
     """
     wanted = forms_along(format, axes, len(operand_spec(run, source).shape))
     made: list[Any] = in_formats(run, source, wanted, group_sizes, key=key).forms
@@ -256,12 +260,12 @@ def quantize(
 
 
 def forms_along(format: Format, axes: Sequence[int], rank: int) -> tuple[tuple[int, Format], ...]:
-    """(contracted axis, format) of each form that `quantize` makes; only the form contracted along rows is rotated."""
+    """Returns (contracted axis, format) of each form for `quantize`; only the one contracted along rows is rotated."""
     return tuple([(axis, format.along(rows=axis == rank - 2)) for axis in axes])
 
 
 def joined(forms: Sequence[Any]) -> QTensor[Any]:
-    """Forms of one array as one quantised array."""
+    """Returns forms of one array as one quantised array."""
     first, *others = forms
     return dataclasses.replace(first, other=joined(others) if others else None)
 
@@ -329,12 +333,12 @@ def _axes(
 
 
 def unrotated(q: QTensor[Any]) -> QTensor[Any]:
-    """The form of `q` that is not rotated; `q` itself where its only form is rotated."""
+    """Returns the form of `q` that is not rotated; `q` itself where its only form is rotated."""
     return q.other if q.format.rotate and q.other is not None and not q.other.format.rotate else q
 
 
 def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: str) -> Array:
-    """The values of `q`, codes times scales, in its logical shape; rows need group sizes, by default those of `q`.
+    """Returns the values of `q`, codes times scales, in its logical shape. Rows need group sizes; None: those of `q`.
 
     Where `q` is rotated and has no other form, the values are rotated too.
 
@@ -360,7 +364,7 @@ def given_forms(q: QTensor[Any], wanted: Sequence[tuple[int, Format]]) -> list[O
 
 
 def given_form(q: QTensor[Any], axis: int, fmt: Format) -> QTensor[Any] | None:
-    """The form of `q` along `axis` in the layout of `fmt`, or None; rounding and the rule of scales may differ."""
+    """Returns the form of `q` along `axis` in the layout of `fmt`, or None; rounding and rule of scales may differ."""
     for form in (q, q.other):
         if form is not None and (form.axis, form.format.layout) == (axis, fmt.layout):
             return form

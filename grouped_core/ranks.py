@@ -144,7 +144,7 @@ def check_rank(
 
 
 def check_either(operation: str, arguments: Sequence[str], name: str, shape: Sequence[Any]) -> None:
-    """As `check_rank`, for an argument that may be any one of `arguments`."""
+    """Does what `check_rank` does, for an argument that may be any one of `arguments`."""
     kinds = AXES[operation]
     if all(len(shape) != _count(kinds[each]) for each in arguments):
         either = " or ".join(f"{each} {kinds[each].letters}" for each in arguments)
@@ -152,7 +152,7 @@ def check_either(operation: str, arguments: Sequence[str], name: str, shape: Seq
 
 
 def check_member(operation: str, argument: str, name: str, shape: Sequence[Any], *, transposed: bool = False) -> None:
-    """As `check_rank`, for one member of a list with one tensor per group: it lacks the axis of groups."""
+    """Does what `check_rank` does, for one member of a list with a tensor per group: it lacks the axis of groups."""
     axes = AXES[operation][argument]
     if len(shape) != _count(axes) - 1:
         one = "[" + letters(operation, argument, transposed=transposed).removeprefix("[G, ")

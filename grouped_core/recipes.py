@@ -53,7 +53,7 @@ class Recipe(Literal):
         requantize: for an operand that the caller passes quantised, where a gradient needs a form that it lacks: None
             refuses it, "from_dequantized" makes the form from the dequantised values.
         history: number of steps in the amax history of delayed scaling. margin: its scales are smaller by 2^margin.
-        amax_algorithm: of delayed scaling: the "max" of the history, or its "most_recent" entry.
+        amax_algorithm: which amax delayed scaling uses: the "max" of the history, or its "most_recent" entry.
         saved_weights: what forward saves of the weight for dgrad: the form that dgrad reads ("quantized"), a byte per
             weight of an 8-bit format; or the caller's array ("input"), which backward quantises to the same bits, so
             that nothing of the size of the weights is kept.
@@ -166,8 +166,9 @@ class Recipe(Literal):
         """This recipe with the arrays of one use of it.
 
         Args:
-            state: of delayed scaling, from `scaling_state`; None for recipes without delayed scaling.
-            key: of stochastic rounding, uint32 [2], low word first; None: zeros, so every step draws the same numbers.
+            state: the state of delayed scaling, from `scaling_state`; None for recipes without delayed scaling.
+            key: the key of stochastic rounding, uint32 [2], low word first; None: zeros, so every step draws the same
+                numbers.
 
         Raises:
             ValueError: a state is given, and the recipe has no delayed scaling.

@@ -75,7 +75,7 @@ def _form(p: Mapping[str, Any], x: Floats, source: str, kind: str, axis: int, en
     """Values [R, C] of one group, quantised with blocks along `axis`.
 
     Args:
-        source: element type of the values. kind: of the codes. encode: the given quantisation scale, or None.
+        source: the element type of the values. kind: that of the codes. encode: the given quantisation scale, or None.
         words: () -> [R, C] random bits.
     """
     block, outer = p["block"] or 1, p["block_outer"]

@@ -531,7 +531,7 @@ def run(
     """Results of `call` by slot.
 
     Args:
-        specs: of the operands. dtypes: from the name of an element type to NumPy's.
+        specs: those of the operands. dtypes: NumPy's dtypes by the names of element types.
         exact: floats are float64 and results are not rounded; otherwise operands of calls with guaranteed bits keep
             their types, and every result is rounded to its own.
     """

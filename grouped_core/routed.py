@@ -25,7 +25,7 @@ from grouped_core.routing import Order
 
 
 class Forward(NamedTuple):
-    """y [T, K], the order of the rows, and what backward reads; None where it does not."""
+    """y [T, K], the order of the rows, and what backward reads; None for what it does not read."""
 
     y: Array
     order: Order
@@ -37,18 +37,18 @@ class Forward(NamedTuple):
 
 
 def row_specs(op: Mlp, x: OperandSpec, slots: int, specs: MlpSpecs) -> MlpSpecs:
-    """`specs` with those of the rows of tokens `x` [T, K] and their weights; for gradients, rows are unquantised."""
+    """Returns `specs` for the rows of tokens `x` [T, K] and their weights; gradients take these rows as unquantised."""
     rows = row_count(op.max_rows, x.shape[0] * slots)
     return specs._replace(x=ArraySpec((rows, x.shape[1]), x.dtype), probs=ArraySpec((rows,), "float32"))
 
 
 def row_count(max_rows: int | None, slots: int) -> int:
-    """M, the number of rows that there is room for, given the number of slots of all tokens."""
+    """Returns M, the number of rows that there is room for, given the number of slots of all tokens."""
     return slots if max_rows is None else min(max_rows, slots)
 
 
 def keeps_tokens(op: Mlp) -> Mlp:
-    """`op` with rows that backward gathers again."""
+    """Returns `op` without saved rows: backward gathers them again."""
     return dataclasses.replace(op, keeps_rows=False)
 
 
@@ -74,7 +74,7 @@ def forward(
 
     Args:
         x: [T, K]; it may be quantised in a format with scales per row, in the form that contracts K.
-        experts: int32 [T, k]; others than 0 to G - 1 have no row and add nothing. weights: [T, k].
+        experts: int32 [T, k]; a slot with a number other than 0 to G - 1 has no row and adds nothing. weights: [T, k].
         tokens: int32 [1], T. The other arguments are those of `mlp.mlp`; out: [T, K].
     """
     op = keeps_tokens(op)
@@ -92,7 +92,7 @@ def forward(
 
 
 def _gathered(run: Runner, op: Mlp, x: Operand, found: Order, tokens: Array, wi: OperandSpec) -> Operand:
-    """The rows of x [T, K], as the first product of forward reads them where their scales are those of single rows."""
+    """Returns the rows of x [T, K] for the first product; tokens are quantised first if scales are per row."""
     fmt = op.fc1().resolve(operand_spec(run, x), wi).forward[0]
     if fmt.by_row and not isinstance(x, QTensor):
         x = codes_of(run, x, fmt, tokens)
@@ -100,23 +100,23 @@ def _gathered(run: Runner, op: Mlp, x: Operand, found: Order, tokens: Array, wi:
 
 
 def _rows_to_quantize(run: Runner, x: Operand, source: Array, inverse: Array) -> Operand:
-    """As `rows_of`, but rows that are not quantised yet are gathered by the pass that does it."""
+    """Does what `rows_of` does, but if rows are not quantised yet, the pass that quantises them gathers them."""
     return rows_of(run, x, source, inverse) if isinstance(x, QTensor) else Gathered(x, source, inverse)
 
 
 def codes_of(run: Runner, x: Array, fmt: Format, tokens: Array) -> QTensor[Any]:
-    """x [T, K] in a format with scales per row. tokens: int32 [1], T."""
+    """Quantises x [T, K] in a format with scales per row. tokens: int32 [1], T."""
     codes: Any = in_formats(run, x, [(1, fmt)], tokens).forms[0]
     return codes
 
 
 def scale_axis(run: Runner, q: QTensor[Any]) -> int:
-    """The axis of the scales of q [T, K] that runs along T: float32 scales are stored block by block, [K / b, T]."""
+    """Returns the axis of the scales of q [T, K] along T: float32 scales are stored block by block, [K / b, T]."""
     return int(run.spec(q.scales).dtype == "float32")
 
 
 def rows_of(run: Runner, x: Operand, source: Array, inverse: Array) -> Any:
-    """The row of x that each slot of `source` [M] belongs to, as x is, quantised or not.
+    """Gathers, for each slot in `source` [M], the row of x that it belongs to; the result is quantised if x is.
 
     Args:
         inverse: int32 [T, k], the row of each slot.
@@ -131,7 +131,7 @@ def rows_of(run: Runner, x: Operand, source: Array, inverse: Array) -> Any:
 
 
 def _wide_rows(run: Runner, x: Operand, source: Array, inverse: Array, sizes: Array) -> Operand:
-    """The rows of x [T, K] for a pass that quantises them along another axis: dequantised if x is quantised."""
+    """Returns the rows of x [T, K] for a pass that quantises them along another axis: dequantised if x is quantised."""
     if isinstance(x, QTensor):
         return plain_rows(run, rows_of(run, x, source, inverse), sizes)
     return Gathered(x, source, inverse)
@@ -156,10 +156,10 @@ def at_hidden(
     extras: tuple[Extras, Extras] = mlp.NO_EXTRAS,
     beside: Beside = NOTHING,
 ) -> AtHidden:
-    """`mlp.at_hidden` for tokens; its `probs` are the gradient of the weights [T, k].
+    """Runs `mlp.at_hidden` for tokens; its `probs` are the gradient of the weights [T, k].
 
     Args:
-        specs: of the rows (`row_specs`). x: [T, K], read where h is computed again. dy: [T, K].
+        specs: the specs for the rows (`row_specs`). x: [T, K], read where h is computed again. dy: [T, K].
     """
     op = keeps_tokens(op)
     gather = rows_of if beside.reads_x else _rows_to_quantize
@@ -189,10 +189,10 @@ def first_product(
     extras: Extras | None = None,
     beside: Beside = NOTHING,
 ) -> MainGrads:
-    """`mlp.first_product` for tokens; its `x` is the gradient of the tokens [T, K].
+    """Runs `mlp.first_product` for tokens; its `x` is the gradient of the tokens [T, K].
 
     Args:
-        x: [T, K]; None if the caller makes rows of it later (`first_rows`). Of quantised tokens, the gradient of wi
+        x: [T, K]; None if the caller makes rows of it later (`first_rows`). If tokens are quantised, the gradient of wi
             reads the dequantised values.
         grad_input: the caller's [T, K] buffer for dx.
     """
@@ -218,12 +218,12 @@ def first_rows(
     sizes: Array,
     scale: Array | None,
 ) -> Operand:
-    """The rows of x [T, K] as the gradient of wi reads them; `weight_grad` may take them at any later time.
+    """Returns the rows of x [T, K] in the form that the gradient of wi reads, for any later call of `weight_grad`.
 
-    They need not be made where `first_product` runs unless their magnitudes are measured there (`measures_rows`).
+    They have to be made earlier, by `first_product`, only if it measures their magnitudes (`measures_rows`).
 
     Args:
-        op: the first product. wi: spec of its weight. scale: quantisation scales [G] of delayed scaling.
+        op: the first product. wi: the spec of its weight. scale: quantisation scales [G] of delayed scaling.
     """
     rows = _wide_rows(run, x, source, inverse, sizes)
     recipe = op.resolve(operand_spec(run, rows), wi)
@@ -231,7 +231,7 @@ def first_rows(
 
 
 def measures_rows(op: Mlp) -> bool:
-    """Whether backward finds the magnitudes of x, for delayed scaling of its weight gradient alone."""
+    """Whether backward measures the magnitudes of x, for delayed scaling of the weight gradient alone."""
     return op.recipe is not None and op.recipe.wgrad[0].delayed and measures_late(op.recipe, 0)
 
 
@@ -254,7 +254,11 @@ def main_grads(
     grad_input: Array | None = None,
     extras: tuple[Extras, Extras] = mlp.NO_EXTRAS,
 ) -> mlp.MainGrads:
-    """`mlp.main_grads` for tokens: `at_hidden`, then `first_product`; x: as `kept_tokens` says."""
+    """Runs `mlp.main_grads` for tokens: `at_hidden`, then `first_product`.
+
+    Args:
+        x: [T, K], or None if `kept_tokens` says that backward does not read it.
+    """
     again, _ = kept_tokens(op, needs, wi_bias is not None, wo_bias is not None)
     operands = (x if again else None, h, z, wi, wo, order, wi_bias, wo_bias, dy)
     hidden = at_hidden(run, op, specs, *operands, needs, weights_dtype=weights_dtype, extras=extras)
@@ -274,7 +278,11 @@ def plan(
     out: ArraySpec | None = None,
     extras: tuple[Extras, Extras] = mlp.NO_EXTRAS,
 ) -> None:
-    """As `mlp.plan`; in `operands` x and weights are those of tokens. experts: spec of the experts [T, k]."""
+    """Does for tokens what `mlp.plan` does.
+
+    Args:
+        operands: those of `mlp.plan`; x and weights are those of tokens. experts: the spec of the experts [T, k].
+    """
     x, wi, wo, weights, wi_bias, wo_bias = operands
     given: Any = [operand_spec(run, each) for each in (x, wi, wo, weights, wi_bias, wo_bias)]
     specs = row_specs(op, x, experts.shape[1], MlpSpecs(*given))
@@ -289,7 +297,7 @@ def plan(
 
 @lru_cache(maxsize=1024)
 def kept_tokens(op: Mlp, needs: MlpNeeds, has_wi_bias: bool, has_wo_bias: bool) -> tuple[bool, bool]:
-    """Whether backward reads x: at the hidden rows, and at the first product."""
+    """Returns whether backward reads x to compute the hidden rows again, and whether the gradient of wi reads it."""
     keep = kept(op, needs, True, has_wi_bias, has_wo_bias)
     again = keep.x and op.residuals.policy == "save_input"
     return again, needs.wi

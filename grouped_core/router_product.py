@@ -77,7 +77,7 @@ def router_grads(
     """The gradients of `router_logits` in x and in the router, those of them that `needs` says.
 
     Args:
-        specs: of x [T, H] and of the router as `router_logits` took them. x: read for the gradient of the router,
+        specs: those of x [T, H] and of the router as `router_logits` took them. x: read for the gradient of the router,
             router: read for the gradient of x; None if that gradient is not needed. d_logits: float32 [T, E].
     """
     of_x, of_router = specs

@@ -69,7 +69,7 @@ def choose(
 
     Args:
         logits: [T, E]. tokens: int32 [1], T. bias: [E] float32. mask: [T] uint8, 0 for padding.
-        experts: int32 [T, k], chosen elsewhere. key: uint32 [2], of jitter. sequence_sizes: int32 [S]; None: one.
+        experts: int32 [T, k], chosen elsewhere. key: uint32 [2], for jitter. sequence_sizes: int32 [S]; None: one.
     """
     logits = run.cast(logits, "float32")
     count = run.spec(logits).shape[1]
@@ -138,8 +138,8 @@ def router_grad(
     """The gradient of the logits, as `logits` says.
 
     Args:
-        read, first: of `Chosen`; kept: its experts. found: None where the losses have no gradient.
-        d_weights: [T, k] float32. d_losses: float32 [2], of the auxiliary and the z-loss.
+        read, first: the fields of `Chosen`; kept: its experts. found: None where the losses have no gradient.
+        d_weights: [T, k] float32. d_losses: float32 [2], those of the auxiliary loss and the z-loss.
     """
     if not op.reads_logits:
         given = {"weights": read, "experts": first, "d_weights": d_weights}
@@ -177,7 +177,7 @@ def _of_logits(run: Runner, op: Router, gradient: Array, logits: ArraySpec, key:
 
 
 class Order(NamedTuple):
-    """Where the rows of slots lie, sorted by expert, then token, then place.
+    """Where the rows of slots are, sorted by expert, then token, then place.
 
     Attributes:
         sizes: int32 [G], with padding. source: int32 [M], slot in each row, -1 for none.
@@ -240,7 +240,7 @@ def combine_grads(
     """Gradients of the rows [M, H] and of the weights [T, k] of `combine`, each if `needs` asks for it.
 
     Args:
-        rows: read for the gradient of the weights. grad: [T, H]. dtype: of the rows.
+        rows: read for the gradient of the weights. grad: [T, H]. dtype: that of the rows.
     """
     wide = None if weights is None else run.cast(weights, "float32")
     slots = run.spec(inverse).shape[1]

@@ -40,8 +40,8 @@ class Scores(NamedTuple):
 
 
 class GroupLimit(NamedTuple):
-    """Choice among the experts of the best groups: `num_groups` groups, of which `topk_groups` take part; a group's
-    score is the sum of its `group_topk` best.
+    """Choice among the experts of the best groups: `topk_groups` of the `num_groups` groups take part; a group's score
+    is the sum of its `group_topk` best scores.
     """
 
     num_groups: int = 1
@@ -262,7 +262,7 @@ def bias_update(bias: ArraySpec, rate: float) -> Call:
 def margin_histogram(
     logits: ArraySpec, k: int, score: str, bins: int, low: float, high: float, mask: ArraySpec | None = None
 ) -> Call:
-    """[E, bins]: tokens per expert whose margin lies in each bin of [low, high)."""
+    """[E, bins]: tokens per expert whose margin is in each bin of [low, high)."""
     operands = {"logits": logits, "bias": True, "mask": mask}
     params: dict[str, Param] = {"slots": k, "score": score, "low": float(low), "high": float(high)}
     return new_call("margin_histogram", operands, params=params, lengths={"bins": bins})

@@ -36,11 +36,12 @@ class Router:
     """Options of `topk_router`, checked by `router_option`.
 
     Attributes:
-        k: experts per token. scores: how scores and weights follow from logits. limit: of the groups of experts.
+        k: experts per token. scores: how scores and weights follow from logits. limit: which groups of experts take
+            part.
         jitter: logits are multiplied by random factors of 1 - jitter to 1 + jitter.
         sinkhorn: iterations; experts are then ranked by the balanced values, not by their scores.
         capacity_factor: each expert takes at most ceil(T k capacity_factor / E) slots; None: any number.
-        drop: one of `DROPS`. aux_coeff, z_coeff: of the two losses.
+        drop: one of `DROPS`. aux_coeff, z_coeff: the coefficients of the two losses.
     """
 
     k: int

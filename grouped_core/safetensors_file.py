@@ -190,7 +190,7 @@ def write(
     """Writes a file tensor by tensor, under another name in the same folder first, then renames it.
 
     Args:
-        entries: of all tensors, in the order of their data. values: each name with its values, in that order.
+        entries: those of all tensors, in the order of their data. values: each name with its values, in that order.
 
     Raises:
         ValueError: values do not have the facts of their entry, or are not those of `entries`; or a name is reserved.

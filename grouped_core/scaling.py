@@ -30,7 +30,7 @@ _Array = TypeVar("_Array")
 
 @dataclass(frozen=True, eq=False)
 class ScalingState(Generic[_Array]):
-    """State of delayed scaling of one use of a recipe; `scaling_state` makes it, `update_scaling` makes the next one.
+    """The state of delayed scaling for one use of a recipe; `scaling_state` makes it, `update_scaling` the next one.
 
     Attributes:
         scale: float32 [R, G], the quantisation scales in use. 0 means that a role and group has not started: until an
@@ -61,7 +61,7 @@ def check_groups(count: int) -> None:
 
 
 def fp8_maxes(recipe: Recipe, products: int = 1) -> list[float]:
-    """The value that the amax of each role is scaled to; 1 for roles without delayed scaling.
+    """Returns the value that the amax of each role is scaled to; 1 for roles without delayed scaling.
 
     A role has one scale. Where its two formats have different element types, the smaller maximum holds for both.
 
@@ -102,10 +102,10 @@ def check_state(state: Any, *, stacked: bool = False) -> None:
 
 
 def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> ScalingState[Any]:
-    """The state of the next step, in one launch; the scale of a role and group without a finite amax does not change.
+    """Returns the state of the next step, from one launch; scales whose role and group has no finite amax stay.
 
     Args:
-        reuse: the new state is written over the old one.
+        reuse: whether the new state is written over the old one.
     """
     call = calls.scale_update(run.spec(state.scale), run.spec(state.history), state.algorithm, reuse=reuse)
     named = {"scale": state.scale, "history": state.history, "top": state.top}
@@ -117,7 +117,7 @@ def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> Sca
 
 
 def extras(bound: BoundRecipe, product: int = 0, scale: Sequence[Any] | None = None) -> Extras:
-    """The bound key, and the scales of the operands of one linear operation, number `product` of the state.
+    """Returns the bound key, and the scales for the operands of product number `product` of an operation.
 
     Args:
         product: 0, or 1 for the second product of an MLP.
@@ -130,7 +130,7 @@ def extras(bound: BoundRecipe, product: int = 0, scale: Sequence[Any] | None = N
 
 
 def planned(bound: BoundRecipe, groups: int) -> Extras:
-    """The result of `extras`, as specs."""
+    """Returns the result of `extras` as specs."""
     scales = ArraySpec((groups,), "float32") if bound.recipe is not None and bound.recipe.delayed else None
     return Extras(None if bound.key is None else ArraySpec((2,), "uint32"), scales, scales, scales)
 

@@ -170,7 +170,7 @@ def _backward_rules(
 
     Args:
         kept: x, h, z, wi, wo, sizes or order, probs, both biases. saved: u of both adapters, the factors, the key.
-        probs_dtype: of the weights of tokens. into: the accumulators of the factors.
+        probs_dtype: the dtype of the weights of tokens. into: the accumulators of the factors.
     """
     (op, adapters), (u_wi, u_wo, factors, key) = static, saved
     x, h, z, wi, wo, order, probs, wi_bias, wo_bias = kept

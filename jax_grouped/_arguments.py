@@ -86,14 +86,14 @@ def as_spec(name: str, value: Any, shape: str) -> ArraySpec:
 
 
 def as_operand(name: str, value: Any, shape: str) -> Any:
-    """As `as_array`, for an operand that may be quantised."""
+    """Does what `as_array` does, for an operand that may be quantised."""
     if isinstance(value, QTensor):
         return _each_array(value, lambda field, array: as_array(f"{name}.{field}", array, "of a QTensor"))
     return as_array(name, value, shape)
 
 
 def as_operand_spec(name: str, value: Any, shape: str) -> Any:
-    """As `as_spec`, for an operand that may be quantised: then a `QTensor` of specs."""
+    """Does what `as_spec` does; for a quantised operand it returns a `QTensor` of specs."""
     if isinstance(value, QTensor):
         return _each_array(value, lambda field, array: as_spec(f"{name}.{field}", array, "of a QTensor"))
     return as_spec(name, value, shape)

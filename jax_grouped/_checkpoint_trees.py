@@ -19,7 +19,7 @@ from grouped_core.safetensors_file import DTYPES, Facts
 
 
 class _Jax:
-    """As in `grouped_core.layout_steps.Arrays`; NumPy arrays stay on the host."""
+    """Implements `grouped_core.layout_steps.Arrays` for JAX; NumPy arrays stay on the host."""
 
     def stack(self, arrays: Sequence[Any]) -> Any:
         return _module_of(arrays).stack(arrays)
@@ -63,7 +63,7 @@ class Tree:
     """A tree taken apart.
 
     Attributes:
-        flat: arrays and `QTensor`s by their paths. activations: of the MLPs in its modules, by place.
+        flat: arrays and `QTensor`s by their paths. activations: those of the MLPs in its modules, by place.
         rebuilt: makes the tree of a mapping like `flat`; modules are updated in place.
     """
 

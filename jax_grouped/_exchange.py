@@ -181,7 +181,7 @@ def in_a_ring(experts_mlp: Any, x: Any, experts: Any, weights: Any, own: int, ax
     last step returns them to the ranks of the tokens. A rank can send tokens on before its experts have read them.
 
     Args:
-        experts_mlp: of x [T, H], local experts and weights [T, k]. own: experts of each rank.
+        experts_mlp: a function of x [T, H], local experts and weights [T, k]. own: the number of experts per rank.
     """
     ranks, first = size_of(axis), jax.lax.axis_index(members(axis)) * own
     step = partial(_next, members(axis), ranks)

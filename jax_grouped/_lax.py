@@ -126,7 +126,7 @@ def _run(choice: Choice, given: dict[str, Any], rhs_transposed: bool) -> Any:
 
 
 def dimension_numbers(rhs_transposed: bool) -> RaggedDotDimensionNumbers:
-    """Those of [M, K] times [G, K, N] or, transposed, [G, N, K]."""
+    """Returns the dimension numbers of [M, K] times [G, K, N] or, transposed, [G, N, K]."""
     return RaggedDotDimensionNumbers((((1,), (2 if rhs_transposed else 1,)), ((), ())), (0,), (0,))
 
 

@@ -69,7 +69,7 @@ def merged(
     """weight + scaling A B, rounded once to the dtype of weight, each shard of a mesh by itself.
 
     Args:
-        name: of the weight, for messages. axes: those that its layer is spread over.
+        name: the weight's name in messages. axes: the mesh axes that its layer is spread over.
         weight, a, b: all have further axes where a scan stacked layers.
 
     Raises:
@@ -88,10 +88,10 @@ def _merged_here(scaling: float, weight: Array, a: Array, b: Array) -> Array:
 
 
 class _Layout(NamedTuple):
-    """Where the groups of a weight and of its adapter lie.
+    """How the groups of a weight and of its adapter are sharded.
 
     Attributes:
-        spec: of the axes in front of K. manual: the axes of `mesh` that shards are made along.
+        spec: the spec of the axes in front of K. manual: the axes of `mesh` that shards are made along.
     """
 
     mesh: Any
@@ -146,7 +146,10 @@ def _layout(name: str, axes: MeshAxes | None, *arrays: Array) -> _Layout | None:
 
 
 def _shown(array: Array) -> tuple[Any, P]:
-    """The mesh that `array` lies on and its spec there; None where it lies on one device or does not show it."""
+    """Returns the mesh over which `array` is sharded, and its spec there.
+
+    They are None and P() if the array is on one device, or is a tracer that does not show its sharding.
+    """
     sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty or sharding.mesh.size == 1:
         return None, P()

@@ -196,7 +196,7 @@ def check_width(layer: str, x: Array, option: str, weight: str, shape: tuple[int
     """Refuses x whose last axis is not the one that the layer contracts.
 
     Args:
-        option: of the layer, the length of that axis. weight, shape: the parameter that x meets, [G, K, N].
+        option: the layer's option for the length of that axis. weight, shape: the parameter that x meets, [G, K, N].
 
     Raises:
         ValueError: it has another length.

@@ -86,7 +86,7 @@ def key_words(layer: str, own: nnx.RngStream | None, name: str, rngs: Keys, *, i
     """Two words of a new key: of the layer's `own` stream, or of the stream `name` of `rngs`, which replaces it.
 
     Args:
-        index: of this use, where one key of jax.random serves several.
+        index: the number of this use, where one key of jax.random serves several.
     """
     source = own if rngs is None else getattr(rngs, name) if isinstance(rngs, nnx.Rngs) else rngs
     key = source() if isinstance(source, nnx.RngStream) else source

@@ -1,4 +1,4 @@
-"""Axes of a device mesh that a layer is spread over: where arrays lie, and whether the caller is inside `shard_map`."""
+"""Mesh axes that a layer is spread over: where arrays are, and whether the caller is inside of `shard_map`."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def weight_specs(node: Any, spec: P) -> Any:
     """Specs of a weight [E, ...], plain, a pair, or quantised: codes and scales are split by experts alone.
 
     Args:
-        spec: of the plain weight.
+        spec: that of the plain weight.
     """
     if isinstance(node, tuple | list):
         return tuple(weight_specs(each, spec) for each in node)

@@ -101,7 +101,7 @@ def prepare(
     """The static parameters and the operands, checked; `take` converts an argument to an operand.
 
     Args:
-        group_sizes, probs: of sorted rows. experts, weights, max_rows: of tokens.
+        group_sizes, probs: those of sorted rows. experts, weights, max_rows: those of tokens.
         join: whether a `wi` in two arrays is concatenated where it is quantised.
     """
     of_tokens = experts is not None

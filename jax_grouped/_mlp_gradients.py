@@ -86,7 +86,7 @@ class MlpResiduals:
     amax: Any
     """Amaxes that forward found, for delayed scaling."""
     order: Any
-    """Of the rows of tokens, with their probabilities; None where x are sorted rows."""
+    """The order of the rows of tokens, with their probabilities; None where x are sorted rows."""
     op: Mlp
     needs: MlpNeeds
     parts: tuple[int, ...]
@@ -110,7 +110,7 @@ class Deferred:
     """Operands of wgrad: dW1 is computed from x [M, K] and dh [M, W], dW2 from z [M, F] and dy [M, K].
 
     Attributes:
-        state: of delayed scaling, with the amaxes of this microbatch merged in; None where there is none.
+        state: the state of delayed scaling, with the amaxes of this microbatch merged in; None where there is none.
     """
 
     x: Any
@@ -163,7 +163,7 @@ def came_back(residuals: Residuals, name: str, rows: Any) -> Any:
 
 
 def backward(res: MlpResiduals, dy: Any) -> tuple[Any, Any, Any, Any, Deferred]:
-    """As `grouped_mlp_bwd_dx`, of rows or tokens."""
+    """Does what `grouped_mlp_bwd_dx` does, for rows or tokens."""
     x, h, z = (came_back(res.op.residuals, *each) for each in zip(ROW_NAMES, (res.x, res.h, res.z), strict=True))
     wi = in_form(res.op.fc1(), res.wi)
     extras = both_extras(res.bound)

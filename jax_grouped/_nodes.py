@@ -100,7 +100,7 @@ class NamingRunner(JaxRunner):
         self._rows, self._name = rows, name
 
     def __call__(self, call: Call, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        """As `JaxRunner`."""
+        """Runs `call` on `arrays`, as `JaxRunner` does."""
         made = super().__call__(call, arrays)
         operands = dict(zip(calls.SLOTS[call.name], arrays, strict=True))
         if call.name != "quantize" or operands["source"] is not self._rows or operands["places"] is not None:

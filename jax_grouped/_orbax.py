@@ -71,7 +71,7 @@ class Folder:
     _tree: Any
 
     def read_all(self, sharding: Callable[[str], Any]) -> dict[str, jax.Array]:
-        """All arrays; NumPy arrays of dtypes that JAX has only with 64 bits enabled. sharding: of an entry.
+        """Reads all arrays, as NumPy arrays if JAX has their dtype only in 64-bit mode. sharding: that of an entry.
 
         Raises:
             ValueError: the data are damaged.

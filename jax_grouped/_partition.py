@@ -5,8 +5,9 @@ weights too, and run the whole call on every device. A call is therefore lowered
 reports how the operands are sharded: it accepts replicated operands and refuses all others (docs/contracts.md, ACC-10).
 In a program for one device, and inside of `shard_map`, calls are lowered without it.
 
-A call of `SPLIT` computes every index of one of its axes by itself. Its operands may be sharded along that axis: each
-device then runs the call on its own part, the results are sharded alike, and nothing is gathered.
+The calls in `SPLIT` compute each index of one axis independently of the other indices. Their operands may be sharded
+along that axis: each device then runs the call on its own part, the results are sharded along the same axis, and
+nothing is gathered.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ except ImportError:
 
 
 SPLIT = {"scale_update": "G"}
-"""Calls that compute every index of one axis by itself, and the letter of that axis in their schema."""
+"""Calls that compute each index of one axis independently, and the letter of that axis in their schema."""
 
 
 def not_local(call: Call, slot: str, sharding: Any) -> str:
@@ -71,7 +72,7 @@ def split_over(call: Call, specs: Sequence[Any]) -> Any:
     """The entry of the PartitionSpecs of the operands that `call` is split over; None where all operands are whole.
 
     Args:
-        specs: of each operand; a sharding that has no PartitionSpec is refused.
+        specs: the spec of each operand; a sharding that has no PartitionSpec is refused.
 
     Raises:
         ValueError: an operand is sharded along an axis that the call is not split along, or over other axes of the mesh

@@ -24,7 +24,7 @@ UPDATES_PER_PEER = 32
 
 
 def missing_flags() -> list[str]:
-    """Those of `FLAGS` that XLA_FLAGS does not name. The values of flags that it names are not checked."""
+    """Returns the flags of `FLAGS` that XLA_FLAGS does not name. The values of flags that it names are not checked."""
     given = os.environ.get("XLA_FLAGS", "")
     return [flag for flag in FLAGS if flag.split("=")[0] not in given]
 
@@ -61,7 +61,7 @@ def ragged_all_to_all(
     Args:
         operand: [N, ...]. output: [M, ...], whose other rows are kept.
         input_offsets, send_sizes, output_offsets, recv_sizes: [U], integers. recv_sizes: rows that come from each rank.
-        axis_name: of the mesh, inside `shard_map`.
+        axis_name: the axis of the mesh, inside `shard_map`.
 
     Returns:
         [M, ...], in the dtype of `operand`.

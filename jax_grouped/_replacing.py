@@ -92,7 +92,7 @@ class Place(NamedTuple):
     """An attribute that is replaced.
 
     Attributes:
-        owner: a module or class. name: of its attribute.
+        owner: a module or class. name: the name of its attribute.
         make: makes the new value from the old one. label: what users read.
     """
 
@@ -103,7 +103,7 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """Of this attribute."""
+        """The key of this attribute."""
         return (self.label, id(self.owner), self.name)
 
 

@@ -1,6 +1,6 @@
-"""Moving rows: a `custom_vjp` around each rule of `grouped_core.routing`; those who call them check their arguments.
+"""Moves rows: a `custom_vjp` around each rule of `grouped_core.routing`. The callers check the arguments.
 
-The first argument of each is its static options, None where it has none.
+The first argument of each function is its static options, None where it has none.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Moved:
 
     Attributes:
         rows, weights: operands, where a gradient reads them. source, inverse, entries: maps, likewise.
-        dtypes, needs, varying: of the two operands that may have a gradient; a dtype is "" where one is absent.
+        dtypes, needs, varying: those of the two operands that may have a gradient; a dtype is "" where one is absent.
     """
 
     rows: Any

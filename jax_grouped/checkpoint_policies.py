@@ -48,8 +48,8 @@ def offload_activations(*names: str) -> Policy:
     """Moves named arrays to host memory in forward and back in backward.
 
     Args:
-        names: those of this module, or any other ones given to `checkpoint_name`; a name of an unquantised array stands
-            for its codes and scales too. Without names: all of this module.
+        names: those of this module, or any other ones given to `checkpoint_name`; the name of an unquantised array
+            selects its codes and scales too. Without names: all of this module.
     """
     wanted = [each for name in names for each in ((name, *_quantized(name)) if name in ROW_NAMES else (name,))] or _ALL
     return jax.checkpoint_policies.save_and_offload_only_these_names(

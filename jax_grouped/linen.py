@@ -192,7 +192,7 @@ class GroupedLinear(nn.Module):
     Attributes:
         num_groups: G. in_features: K. out_features: N.
         use_bias: whether there is a `bias` [G, N] beside `kernel` [G, K, N].
-        dtype: of the computation; None: what input and parameters promote to. param_dtype: of the parameters.
+        dtype: that of the computation; None: what input and parameters promote to. param_dtype: that of parameters.
         kernel_init, bias_init: initialisers; the default of the kernel does not count G in its fan-in.
         recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
         lora_rank: r; the layer then has an adapter (docs/lora.md) in the collection `lora`, `lora_a` [G, K, r] and
@@ -253,7 +253,7 @@ class GroupedMLP(nn.Module):
         num_groups: G. hidden: H. mlp_dim: F.
         activation: a kind, or an `Activation`. Gated kinds make `wi` [G, H, 2F], gate columns first; others [G, H, F].
         use_bias: whether there are `wi_bias` and `wo_bias` [G, H].
-        dtype: of the computation; None: what input and parameters promote to. param_dtype: of the parameters.
+        dtype: that of the computation; None: what input and parameters promote to. param_dtype: that of parameters.
         kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
         recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
         residuals: what is saved for backward, as in `jax_grouped.grouped_mlp`.
@@ -389,7 +389,7 @@ class MoE(nn.Module):
     Attributes:
         hidden: H. mlp_dim: F. num_experts: E. num_experts_per_tok: k.
         score, after_topk, normalize, scale, num_groups, topk_groups, group_topk, jitter, sinkhorn, capacity_factor,
-            drop, aux_coeff, z_coeff, axis_name: of the router, see `jax_grouped.route.topk_router`.
+            drop, aux_coeff, z_coeff, axis_name: options of the router, see `jax_grouped.route.topk_router`.
         selection_bias: whether there is a bias [E] in the collection `selection_bias`, with which the router chooses.
         shared_dim: F of an expert that every token goes to; None: there is none. shared_gate: whether its result is
             weighted by the sigmoid of a gate.

@@ -34,9 +34,9 @@ class SharedExpert(NamedTuple):
     """An expert that every token goes to, without a choice.
 
     Attributes:
-        wi: [1, H, W]. wo: [1, F, H]; F need not be that of the other experts.
-        gate: [H, 1]; its result is weighted by sigmoid(x @ gate). None: by 1.
-        recipe: of its products; with delayed scaling it needs a state of its own.
+        wi: [1, H, W]. wo: [1, F, H]; F may differ from that of the other experts.
+        gate: [H, 1]; the expert's result is multiplied by sigmoid(x @ gate). None: by 1.
+        recipe: the recipe of its products; with delayed scaling it needs a state of its own.
     """
 
     wi: Float[Array, "1 H W"]
@@ -77,7 +77,7 @@ def moe(
     Args:
         x: [T, H]. router: [H, E], used in fp32. k: experts per token.
         wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals, wgrad_accum, wgrad_dtype,
-            implementation: of the experts, as in `grouped_mlp`.
+            implementation: arguments of the experts' MLP, as in `grouped_mlp`.
         shared: an expert that every token goes to, also a token without another expert; its result is added. The masks
             of its adapters have their own key.
         mlp: the function of the experts, with the arguments of `routed_mlp`; for comparisons.
@@ -151,7 +151,7 @@ def key_of_shared(key: Array) -> Array:
 
 
 def of_shared(x: Float[Array, "T H"], shared: SharedExpert, **options: Any) -> Float[Array, "T H"]:
-    """The result of the shared expert at each token; options: of `grouped_mlp`."""
+    """Returns the result of the shared expert at each token; options: those of `grouped_mlp`."""
     held = tuple(getattr(value_of(shared.wo), "shape", ()))
     if len(held) == 3:  # as above
         routing_spec.check_shared_held("moe", held[0])

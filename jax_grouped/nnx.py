@@ -117,8 +117,8 @@ class GroupedLinear(_LoraLayer):
     Args:
         num_groups: G. in_features: K. out_features: N.
         use_bias: whether there is a `bias` [G, N] beside `kernel` [G, K, N].
-        dtype: of the computation; None: what input and parameters promote to.
-        param_dtype: of the parameters.
+        dtype: the dtype of the computation; None: what input and parameters promote to.
+        param_dtype: the dtype of the parameters.
         kernel_init, bias_init: initialisers; the default of the kernel does not count G in its fan-in.
         recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
         lora_rank: r; the layer then has an adapter (docs/lora.md), `lora_a` [G, K, r] and `lora_b` [G, r, N], both
@@ -171,7 +171,7 @@ class GroupedLinear(_LoraLayer):
 
         Args:
             x: [M, K]. group_sizes: integers [G]; rows past their sum give zero.
-            rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
+            rngs: random numbers for stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
         """
         x = as_array("x", x, "[M, K]")
         check_rank("linear", "x", "x", x.shape)
@@ -268,8 +268,8 @@ class GroupedMLP(_Experts):
         num_groups: G. hidden: H. mlp_dim: F.
         activation: a kind, or an `Activation`. Gated kinds make `wi` [G, H, 2F], gate columns first; others [G, H, F].
         use_bias: whether there are `wi_bias` and `wo_bias` [G, H].
-        dtype: of the computation; None: what input and parameters promote to.
-        param_dtype: of the parameters.
+        dtype: the dtype of the computation; None: what input and parameters promote to.
+        param_dtype: the dtype of the parameters.
         kernel_init, bias_init: initialisers; the default of the kernels does not count G in their fan-in.
         recipe: formats of the products, any `Recipe`; None uses the operands without quantising them.
         residuals: what is saved for backward, as in `jax_grouped.grouped_mlp`.
@@ -288,7 +288,7 @@ class GroupedMLP(_Experts):
 
         Args:
             x: [M, H]. group_sizes: integers [G]. probs: [M]; None: 1.
-            rngs: of stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
+            rngs: random numbers for stochastic rounding, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
         """
         x, wi, wo, wi_bias, wo_bias, *factors = self._weights(as_array("x", x, "[M, H]"))
         return grouped_mlp(
@@ -342,7 +342,7 @@ class MoE(_Experts):
     Args:
         hidden: H. mlp_dim: F. num_experts: E. num_experts_per_tok: k.
         score, after_topk, normalize, scale, num_groups, topk_groups, group_topk, jitter, sinkhorn, capacity_factor,
-            drop, aux_coeff, z_coeff, axis_name: of the router, see `jax_grouped.route.topk_router`.
+            drop, aux_coeff, z_coeff, axis_name: options of the router, see `jax_grouped.route.topk_router`.
         selection_bias: whether there is a `selection_bias` [E], which `update_bias` moves.
         shared_dim: F of an expert that every token goes to; None: there is none. shared_gate: whether its result is
             weighted by the sigmoid of a gate.
@@ -439,7 +439,8 @@ class MoE(_Experts):
             x: [..., H].
             mask: [...], False for padding, which goes to no expert. experts: [..., k], chosen elsewhere.
             sequence_sizes: [S], as in `jax_grouped.route.topk_router`, of the tokens in the order of memory.
-            rngs: of stochastic rounding and of jitter, in place of the layer's own: `nnx.Rngs`, a stream, or a key.
+            rngs: random numbers for stochastic rounding and jitter, in place of the layer's own: `nnx.Rngs`, a stream,
+                or a key.
         """
         rows, wi, wo, wi_bias, wo_bias, *factors = self._weights(_layer_options.as_tokens(x))
         routing = _layer_options.router_options(self) | _layer_options.of_tokens(x, mask, experts)
@@ -465,7 +466,7 @@ class MoE(_Experts):
         return y.reshape(x.shape), aux
 
     def merge(self) -> None:
-        """As in `GroupedMLP`, for the shared expert too."""
+        """Merges the adapters as `GroupedMLP` does, including those of the shared expert."""
         super().merge()
         if self.shared is not None:
             self.shared.merge()

@@ -75,8 +75,8 @@ def moe(
 
     Args:
         x, router, wi, wo, k: as in `jax_grouped.moe`; E counts the experts of all ranks.
-        axes: of the mesh. Tokens are split over data and expert axes in this order, experts over the expert axis, the
-            width F over the tensor axis; `y` is split as `x` is.
+        axes: the axes of the mesh. Tokens are split over data and expert axes in this order, experts over the expert
+            axis, the width F over the tensor axis; `y` is split as `x` is.
         transport: "all_to_all" exchanges parts of a static size between all ranks, "ragged_all_to_all" only the rows in
             use; both give the bits of one device. "ring" passes tokens from rank to rank, without a budget; results
             are summed in float32 and differ from those of one device by a few roundings.
@@ -90,8 +90,8 @@ def moe(
             where they are sent, half the bytes or less, for recipes whose scales are those of single rows (FP8Block,
             MXFP8); y, dx and the gradient of wo have the same bits, the gradient of wi reads the dequantised codes.
             None: codes where the recipe allows it.
-        mesh: None: that of `jax.set_mesh`, or of x.
-        check_vma: of `shard_map`, where it is opened here.
+        mesh: the mesh; None: that of `jax.set_mesh`, or of x.
+        check_vma: the argument of `shard_map`, where it is opened here.
         fsdp: weights are also sharded over the data axes, along H; they are gathered here, and their gradients are
             added up and sharded again. Without this option weights are never gathered.
         shared, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals, wgrad_accum, wgrad_dtype,
@@ -209,8 +209,8 @@ def dispatch(
     """Sends each token to the ranks of its experts, inside `jax.shard_map`; rank r has experts r L to (r + 1) L - 1.
 
     Args:
-        x: [T, H], the tokens of this rank; differentiable. experts: [T, k], of E; others than 0 to E - 1 are none.
-        weights: [T, k], the router's; they travel as fp32 and come out as `handle.probs`; differentiable.
+        x: [T, H], the tokens of this rank; differentiable. experts: [T, k], 0 to E - 1; other numbers are no expert.
+        weights: [T, k], the router's weights; they travel as fp32 and come out as `handle.probs`; differentiable.
         num_experts: E. axis_name: the expert axis.
         transport: "all_to_all" or "ragged_all_to_all". budget_factor, once_per_rank: as in `moe`.
 
@@ -245,7 +245,7 @@ def combine(y: Float[Array, "M H"], handle: Handle) -> Float[Array, "T H"]:
     Weights are not applied again: multiply by `handle.probs`, or give it to `grouped_mlp` as `probs`.
 
     Args:
-        y: [M, H]; differentiable. handle: of `dispatch`.
+        y: [M, H]; differentiable. handle: the one that `dispatch` returned.
 
     Returns:
         [T, H] in the dtype of y, rounded once; slots without a row add 0.

@@ -106,7 +106,7 @@ def dequantize(
 
     Args:
         dtype: float32, bfloat16 or float16; None: the nominal dtype of q.
-        group_sizes: of rows; None: those of q.
+        group_sizes: needed for rows; None: those of q.
 
     Raises:
         TypeError: q is not quantised; results cannot have the dtype. ValueError: rows without group sizes.
@@ -133,7 +133,8 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
     """q as an operand whose gradient, that of its dequantised values, is the gradient of `master`, in its dtype.
 
     Args:
-        master: of the logical shape of q, e.g. the float32 weight that q was quantised from once for several uses.
+        master: an array of the logical shape of q, e.g. the float32 weight that q was quantised from once for several
+            uses.
 
     Raises:
         ValueError: shapes that differ. TypeError: q is not quantised, or the master no array of floats.

@@ -116,9 +116,11 @@ def topk_router(
         normalize: whether weights are divided by their sum over the chosen experts; None: with k > 1 and a score other
             than softmax.
         scale: factor of the weights.
-        num_groups, topk_groups: experts lie in so many groups of equal size, and only those of the best `topk_groups`
-            take part. group_topk: a group's score is the sum of this many of its best; None: k // topk_groups.
-        experts: [T, k], the choice made elsewhere; others than 0 to E - 1 are none. Weights follow from these logits.
+        num_groups, topk_groups: the experts form `num_groups` groups of equal size, and only experts of the
+            `topk_groups` best groups can be chosen. group_topk: a group's score is the sum of its `group_topk` best
+            scores; None: k // topk_groups.
+        experts: [T, k], the choice made elsewhere; numbers other than 0 to E - 1 are no expert. Weights follow from
+            these logits.
         mask: [T], False for padding: such tokens get experts -1 and weights 0, and do not affect losses or counts.
             Their values must be finite: the gradient of the router is a product with all tokens, those times 0.
         jitter: logits are multiplied by random factors of 1 - jitter to 1 + jitter. key: [2], low word first, of these.
@@ -248,7 +250,8 @@ def balance_quantile(
 
     Args:
         logits: [T, E]. bias: [E], the one they were routed with. mask: [T], False for padding.
-        bins, low, high: of the histogram; margins outside count in the first or the last bin.
+        bins, low, high: the number of bins and the ends of the histogram; margins outside count in the first or the
+            last bin.
         axis_name: mesh axes over which the histograms are added, inside `shard_map`.
 
     Returns:

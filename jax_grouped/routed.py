@@ -57,8 +57,8 @@ def routed_mlp(
         x: [T, H]; float32, bfloat16 or float16. Or quantised along H in a format with scales per row, such as
             "fp8_1x128" or "mxfp8": the gradient of wi then reads the dequantised values, and x has a gradient if it
             is a `straight_through`.
-        experts: [T, k], any integer dtype; others than 0 to G - 1 are none: they add nothing and have no gradient.
-        weights: [T, k], of the router; fp32 inside.
+        experts: [T, k], any integer dtype; slots with numbers other than 0 to G - 1 add nothing and have no gradient.
+        weights: [T, k], those of the router; fp32 inside.
         wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, wgrad_accum, wgrad_dtype, implementation: as in
             `grouped_mlp`, with K = H.
         residuals: as in `grouped_mlp`; x is kept as tokens, named "grouped_x".

@@ -1,7 +1,7 @@
-"""The experts' MLP of frozen weights with low-rank adapters, of rows and of tokens; `grouped_core.lora_mlp` defines the
-mathematics.
+"""The experts' MLP with frozen weights and low-rank adapters, for rows (`grouped_mlp`) and for tokens (`routed_mlp`).
 
-Letters: G groups, M rows, T tokens, k experts per token, K hidden size of the model, F expert width, r rank.
+`grouped_core.lora_mlp` defines the mathematics. Letters: G groups, M rows, T tokens, k experts per token, K hidden size
+of the model, F expert width, r rank.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ def run_mlp(
     """Runs an MLP of rows or of tokens, with adapters if `lora` has some.
 
     Args:
-        names: of the operation without and with adapters. arguments: of its public function, up to the residual policy.
-        options: scaling, dropout and key of the adapters. call: implementation, out and grad_input.
+        names: the names of the operation without and with adapters. arguments: those of its public function, up to the
+            residual policy.
+        options: scaling, dropout and key of the adapters. call: the arguments `implementation`, `out` and `grad_input`.
+        cast: the positions of the arguments to which autocast applies, besides adapters.
     """
     if lora is None:
         adapters.check_absent(*options, lora_wgrad_accum)
@@ -73,15 +75,15 @@ def run_mlp(
 
 
 _GradFacts = tuple[Mlp, Adapters, MlpSpecs, LoraMlpNeeds, bool]
-"""Static facts of a stage of backward; the last one: whether the gradient of its B is a new tensor."""
+"""Static facts of a stage of backward; the last one: whether the stage makes the gradient of its B as a new tensor."""
 
 _Operands = namedtuple("_Operands", "x wi wo sizes probs wi_bias wo_bias out a_wi b_wi a_wo b_wo key extras")
-"""Operands of forward of rows; `extras`: of both products."""
+"""Operands of forward for rows; `extras` has those of both products."""
 
 _TokenOperands = namedtuple(
     "_TokenOperands", "x experts weights wi wo tokens wi_bias wo_bias out a_wi b_wi a_wo b_wo key extras"
 )
-"""Operands of forward of tokens."""
+"""Operands of forward for tokens."""
 
 
 _NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
@@ -108,7 +110,7 @@ _FORWARD = define(
     _Operands,
     rows=("x", "probs", "out"),
     written=("out",),
-    most_results=16,  # y, h, rows of both A, and rows and weights of both products as backward reads them
+    most_results=16,  # y, h, rows of both A, and rows and weights of both products in the forms that backward reads
     notes_sizes=True,
 )
 _ROUTED_FORWARD = define(
@@ -117,19 +119,19 @@ _ROUTED_FORWARD = define(
     _TokenOperands,
     derived=("x", "experts", "weights", "out"),
     written=("out",),
-    most_results=20,  # the order of the rows besides
+    most_results=20,  # those of `_FORWARD`, and the order of the rows
 )
 
 _HiddenOperands = namedtuple(
     "_HiddenOperands", "x h z wi wo sizes probs wi_bias wo_bias dy u_wi u_wo b_wi a_wo b_wo key extras"
 )
-"""Operands of the first stage of rows, which ends at the gradient of the hidden rows."""
+"""Operands of the first stage of backward for rows, which ends at the gradient of the hidden rows."""
 
 _TokenHiddenOperands = namedtuple(
     "_TokenHiddenOperands",
     "x h z wi wo sizes source inverse probs wi_bias wo_bias dy u_wi u_wo b_wi a_wo b_wo key extras",
 )
-"""Operands of the first stage of tokens."""
+"""Operands of the first stage of backward for tokens."""
 
 
 def _hidden_rule(run: Any, static: _GradFacts, o: Any) -> tuple[Any, ...]:
@@ -162,12 +164,12 @@ _ROUTED_AT_HIDDEN = define(
 )
 
 _FirstOperands = namedtuple("_FirstOperands", "x wi sizes dh of_dh u_wi a_wi b_wi key grad_input extras")
-"""Operands of the second stage of rows, the gradients of the first product."""
+"""Operands of the second stage of backward for rows, which makes the gradients of the first product."""
 
 _TokenFirstOperands = namedtuple(
     "_TokenFirstOperands", "x wi sizes source inverse dh of_dh u_wi a_wi b_wi key grad_input extras"
 )
-"""Operands of the second stage of tokens."""
+"""Operands of the second stage of backward for tokens."""
 
 
 def _first_rule(run: Any, static: _GradFacts, o: Any) -> tuple[Any, ...]:
@@ -222,7 +224,7 @@ def _facts(
 
 
 def _weights_of(given: Arguments, facts: Facts, scaling: Scaling) -> list[Any]:
-    """Both frozen weights, with the quantised forms that their layers keep."""
+    """Returns both frozen weights, with the quantised forms that their layers keep."""
     weights = [each for _, each in given.base]
     if given.caches == (None, None):
         return weights
@@ -241,7 +243,7 @@ def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tens
     (wi_bias, wo_bias), sizes, probs, keep = given.biases, given.sizes, given.row_scale, facts.keep
     extras = scaling.extras(2, None, training=facts.training)
     operands = (given.x, wi, wo, sizes, probs, wi_bias, wo_bias, out, *given.weights, given.key, extras)
-    y, x, h, z, wi, wo, u_wi, u_wo = call_prepared(facts.forward, operands, m)  # operands: those of _Operands
+    y, x, h, z, wi, wo, u_wi, u_wo = call_prepared(facts.forward, operands, m)  # operands in the order of _Operands
     if not facts.training:
         return y, ()
     probs = probs if keep.base.probs else None
@@ -276,7 +278,7 @@ def _forward_of_tokens(given: Arguments, facts: Facts, scaling: Scaling, m: Any,
         linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), rows_spec(x))
     extras = scaling.extras(2, None, training=facts.training)
     tokens = (x, given.sizes, given.row_scale, wi, wo, every_row(x), wi_bias, wo_bias, out)
-    operands = (*tokens, *given.weights, given.key, extras)  # those of _TokenOperands
+    operands = (*tokens, *given.weights, given.key, extras)  # in the order of _TokenOperands
     y, sizes, source, inverse, probs, h, z, wi, wo, u_wi, u_wo = call_prepared(facts.forward, operands, m)
     if not facts.training:
         return y, ()
@@ -287,7 +289,7 @@ def _forward_of_tokens(given: Arguments, facts: Facts, scaling: Scaling, m: Any,
 
 
 def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | None, deliver: Deliver) -> MainGradients:
-    """Both stages, each followed by the gradients of A and B. Operands are freed once no launch reads them."""
+    """Runs both stages, each followed by the gradients of its A and B. Operands are freed once no launch reads them."""
     facts = saved.facts
     of_rows = facts.op.base.keeps_rows
     x, h, z, *kept[:] = kept
@@ -298,7 +300,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     again = x if facts.op.base.residuals.policy == "save_input" else None
     extras = scaling.extras(2, scaling_key, training=True)
     rows = (again, h, z, wi, wo, sizes, *order, probs, wi_bias, wo_bias, dy)
-    operands = [(*rows, u_wi, u_wo, b_wi, a_wo, b_wo, key, extras)]  # those of _HiddenOperands
+    operands = [(*rows, u_wi, u_wo, b_wi, a_wo, b_wo, key, extras)]  # in the order of _HiddenOperands
     del rows, again, h, z, wo, u_wo, dy
     dp, db2, dh, of_dh, *grads = call_prepared(facts.backward[0], operands, saved.rows)
     _deliver(saved, sizes, 1, PairGrads(*grads), deliver)
@@ -306,7 +308,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     dx = db1 = None
     if len(facts.backward) > 1:
         buffer, extras = grad_input if needs.x else None, scaling.extras(1, scaling_key, training=True)
-        operands = [(x, wi, sizes, *order, dh, of_dh, u_wi, a_wi, b_wi, key, buffer, extras)]  # those of _FirstOperands
+        operands = [(x, wi, sizes, *order, dh, of_dh, u_wi, a_wi, b_wi, key, buffer, extras)]  # as in _FirstOperands
         del x, wi, dh, of_dh, u_wi
         dx, db1, *grads = call_prepared(facts.backward[1], operands, saved.rows)
         _deliver(saved, sizes, 0, PairGrads(*grads), deliver)
@@ -314,7 +316,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
 
 
 def _deliver(saved: Saved, sizes: Tensor, at: int, grads: PairGrads, deliver: Deliver) -> None:
-    """The gradients of A and B of product `at`."""
+    """Delivers the gradients of A and B of product `at`: 0 for wi, 1 for wo."""
     facts = saved.facts
     needs = facts.needs[1 + 2 * at : 3 + 2 * at]
     parts = ((grads.rows_a, grads.dy_a, None), (grads.rows_b, grads.dy_b, grads.b))

@@ -35,7 +35,7 @@ NAME = "grouped_linear_lora"
 
 
 AdaptedOperands = namedtuple("AdaptedOperands", "x weight a b sizes bias row_scale out key extras")
-"""Operands of forward."""
+"""Operands of forward, in the order of `_forward`."""
 
 
 def _extras(o: Any) -> quantizing.Extras:
@@ -54,13 +54,13 @@ _FORWARD = define(
     AdaptedOperands,
     rows=("x", "row_scale", "out"),
     written=("out",),
-    most_results=8,  # y, rows of A, and x and the weight as backward reads them
+    most_results=8,  # y, rows of A, and x and the weight in the forms that backward reads
     notes_sizes=True,
 )
 
 
 AdaptedGradOperands = namedtuple("AdaptedGradOperands", "x weight u a b sizes bias row_scale dy key grad_input extras")
-"""Operands of all gradients except that of A, and that of B where it is computed later."""
+"""Operands of all gradients except that of A, and except that of B if it is computed later."""
 
 
 def _main_grads_rule(
@@ -78,12 +78,12 @@ _MAIN_GRADS = define(
     AdaptedGradOperands,
     rows=("x", "u", "row_scale", "dy", "grad_input"),
     written=("grad_input",),
-    most_results=7,  # of the gradient of B and the two operands of it, one or the other
+    most_results=7,  # these include either the gradient of B, or its two operands
 )
 
 
 MergeOperands = namedtuple("MergeOperands", "weight b a sizes")
-"""Operands of merging: the weight and B as rows, A, and N for each group."""
+"""Operands of `merged`: the weight and B as rows, A, and the group sizes, which all are N."""
 
 
 def _merge_rule(run: Any, adapter: Adapter, o: MergeOperands) -> tuple[Any, ...]:
@@ -129,7 +129,7 @@ def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tens
         forms = gradients.cached_forms(facts.op.base, needs, row_scale is not None)
         weight = with_forms(cache, weight, forms, scaling, 0, training=training)
     extras = scaling.extras(1, None, training=training)
-    operands = (given.x, weight, a, b, given.sizes, bias, row_scale, out, given.key, extras)  # of AdaptedOperands
+    operands = (given.x, weight, a, b, given.sizes, bias, row_scale, out, given.key, extras)  # as AdaptedOperands
     y, x, weight, u = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
@@ -146,7 +146,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     needs, (down, up), factors = facts.needs, facts.products, facts.specs.factors
     extras = saved.scaling.extras(1, scaling_key, training=True)
     buffer = grad_input if needs.x else None
-    operands = [(x, weight, u, a, b, sizes, bias, row_scale, dy, key, buffer, extras)]  # those of AdaptedGradOperands
+    operands = [(x, weight, u, a, b, sizes, bias, row_scale, dy, key, buffer, extras)]  # as in AdaptedGradOperands
     del x, weight, u, dy  # so that they are freed once no launch reads them
     dx, d_bias, dc, rows_a, dy_a, rows_b, dy_b, db = call_prepared(facts.backward[0], operands, saved.rows)
     if needs.a:

@@ -1,7 +1,7 @@
 """Checks the arguments of the public operations and converts them to the form that the rules take.
 
-The checks depend only on facts of the operands (shapes, dtypes, layouts) and on the options, so their result is cached
-under these. Operands without plain memory have no such facts; then every call is checked.
+The checks depend only on facts of the operands (shapes, dtypes, layouts) and on the options, so their result is cached,
+with these as the key. Operands without plain memory have no such facts; their checks run in every call.
 Letters: G groups, M rows, K in, N out.
 """
 
@@ -56,7 +56,7 @@ Members = Tensor | Sequence[Tensor]
 """One packed tensor, or a list of one tensor per group."""
 
 Accumulators = str | tuple[Tensor | Sequence[Tensor | None] | None, Tensor | Sequence[Tensor | None] | None]
-"""The argument `wgrad_accum` of an MLP: "main_grad", or a pair for the two weights."""
+"""The argument `wgrad_accum` of an MLP: "main_grad", or a pair of accumulators for the two weights."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,14 +65,14 @@ class Arguments:
 
     Attributes:
         x, weights, biases: the operands as the rules read them. row_scale: for an MLP, the probabilities.
+        sizes: the group sizes; for `routed_mlp`, the experts of the tokens.
         leaf: the tensor that receives the gradient of x, or None. leaves_of: for each weight, the tensor or the tensors
             that receive its gradient, or None.
-        checked: the operation, the specs of its operands, and what follows from them.
-        scaling: the states and the key that are bound to the recipe.
+        checked: the result of the checks. scaling: the states and the key that are bound to the recipe.
         accumulators: for each weight, a tensor or None per leaf; () without accumulators.
-        caches: for each weight, the quantised weight that its layer keeps, or None.
-        base: with adapters, (name, operand) of each frozen weight, and `weights` are the factors of the adapters; else
-            (). key: of the dropout.
+        caches: for each weight, the cache in which its layer keeps the quantised weight, or None.
+        base: with adapters, (name, operand) of each frozen weight; `weights` are then the factors A and B of the
+            adapters. Without adapters: (). key: the random key of the adapters' dropout, or None.
     """
 
     x: Tensor | QTensor[Tensor]
@@ -96,8 +96,8 @@ class Arguments:
         return tuple(map(members, self.leaves_of))
 
     def receivers(self) -> list[Tensor | None]:
-        """The inputs of autograd: `leaf`, the row scale, the leaves of each weight (None for a quantised one without
-        a master weight), the tensors of each bias.
+        """Returns the tensors that the autograd function takes as inputs: `leaf`, the row scale, the leaves of each
+        weight, and the tensors of each bias. None takes the place of a quantised weight without a master weight.
         """
         found: list[Tensor | None] = [self.leaf, self.row_scale]
         for each in self.leaves_of:
@@ -110,13 +110,13 @@ class Arguments:
 
 @dataclass(slots=True, eq=False)
 class Checked:
-    """The result of the checks, which is cached, so that what follows from it is found only once.
+    """The result of the checks of a call. It is cached, and all calls with the same facts and options share it.
 
     Attributes:
         op: the operation. specs: the specs of its operands.
-        lists: of its weights and biases. names: of the weights, for messages.
-        asked: two caches of what follows from it, by the gradients that are needed: for calls whose gradients all go to
-            autograd, and for calls in which some go elsewhere. `_autograd` fills them.
+        lists: how many tensors its weights and biases consist of. names: the names of the weights in messages.
+        asked: two dictionaries, filled by `_autograd`, from the gradients that a call needs to the facts for forward
+            and backward: for calls in which autograd gets all gradients, and for other calls.
     """
 
     op: Any
@@ -127,15 +127,15 @@ class Checked:
 
 
 Lists = tuple[tuple[int, bool], ...]
-"""For each weight, then each bias: the number of its tensors, and whether it is one packed tensor. A quantised weight
-without a master weight counts as one packed tensor."""
+"""One entry (number of tensors, whether it is one packed tensor) for each weight, then one for each bias. A quantised
+weight without a master weight counts as one packed tensor, and an absent bias has the entry (0, False)."""
 
 _checked: Cache[Any, FactsCache] = Cache()
-"""By the options: the results of the checks by the facts of the operands."""
+"""For each set of options, a cache of the results of the checks, with the facts of the operands as the key."""
 
 
 def lists_of(leaves_of: Sequence[Members | None], biases: Sequence[Members | None]) -> Lists:
-    """`Checked.lists` for `Arguments.leaves_of` and the biases."""
+    """Returns the entries of `Lists` for the tensors of each weight (`Arguments.leaves_of`) and for the biases."""
     weights = [(len(own) or 1, not own or is_packed(own)) for own in map(members, leaves_of)]
     return (*weights, *[(len(members(bias)), isinstance(bias, Tensor)) for bias in biases])
 
@@ -157,7 +157,7 @@ def linear_arguments(
     implementation: str | Sequence[str] | None,
     caches: tuple[WeightForms | None] = (None,),
 ) -> Arguments:
-    """The checked arguments of `grouped_linear`; it raises the same errors."""
+    """Checks the arguments of `grouped_linear` and returns them; it raises the errors of that function."""
     refuse_transforms("grouped_linear", x, weight, bias, row_scale)
     sizes, rows_hint = unwrap(group_sizes)
     bound = recipe_option(recipe)
@@ -174,7 +174,7 @@ _WEIGHT = (NAMES.w,)
 def _check_linear(
     operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> tuple[Tensor, Any, Any]:
-    """(sizes as the kernels read them, the operation, specs); raises if the operands do not fit together."""
+    """Returns (sizes as the kernels read them, the operation, its specs), or raises if operands do not fit together."""
     rows, weight, sizes, row_scale, bias = operands
     transposed, recipe, scale_bias, rows_hint, names = options
     x_dtype, w_dtype = dtypes
@@ -224,14 +224,14 @@ def mlp_arguments(
     check: Callable[..., tuple[Tensor, Mlp, MlpSpecs]] | None = None,
     max_rows: int | None = None,
 ) -> Arguments:
-    """The checked arguments of `grouped_mlp`; it raises the same errors.
+    """Checks the arguments of `grouped_mlp` and returns them; it raises the errors of that function.
 
     Args:
         recipe: may also be a pair of bound recipes, for two layers that each have their own scaling state.
         join: whether gate and linear half are concatenated if they have to be quantised; otherwise that is refused.
-        operation, names, check: of another MLP, whose arguments correspond to these: its name, the names of its
-            arguments, and its check, as in `_arguments`.
-        max_rows: of `routed_mlp`.
+        operation, names, check: the name, the argument names and the check function (see `_arguments`) of an MLP with
+            corresponding arguments, such as `routed_mlp`; by default those of `grouped_mlp`.
+        max_rows: the option of `routed_mlp`.
     """
     refuse_transforms(operation, x, wi, wo, probs, wi_bias, wo_bias)
     sizes, hint = unwrap(group_sizes)
@@ -248,7 +248,7 @@ def mlp_arguments(
 
 
 def mlp_of(options: Sequence[Any]) -> Mlp:
-    """The operation with the options of `mlp_arguments`."""
+    """Makes the operation from the options that `mlp_arguments` collects."""
     names, activation, transposed, recipe, residuals, hint, max_rows, pinned, paired = options
     kind, policy = activations.resolve(activation), Residuals(mlp_spec.residuals_option(residuals).policy)
     return Mlp(
@@ -259,7 +259,7 @@ def mlp_of(options: Sequence[Any]) -> Mlp:
 def _check_mlp(
     operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> tuple[Tensor, Any, Any]:
-    """(sizes as the kernels read them, the operation, specs); raises if the operands do not fit together."""
+    """Returns (sizes as the kernels read them, the operation, its specs), or raises if operands do not fit together."""
     rows, wi, wo, sizes, probs, *biases = operands
     op, first = mlp_of(options), home(rows)
     check_rows(op.names.x, rows, first)
@@ -273,7 +273,7 @@ def _check_mlp(
 
 
 def weight_specs(op: Mlp, wi: Any, wo: Any, biases: Sequence[Any], first: Tensor) -> tuple[Any, ...]:
-    """The specs of both weights and of both biases, after checks of each by itself; `first`: determines the device."""
+    """Checks each weight and bias by itself, against the device of `first`; returns the specs of all of them."""
     names = op.names
     if op.paired:
         for at, half in enumerate(wi):
@@ -293,23 +293,23 @@ def weight_specs(op: Mlp, wi: Any, wo: Any, biases: Sequence[Any], first: Tensor
 def checked_mlp(
     op: Mlp, specs: MlpSpecs, bounds: tuple[BoundRecipe, ...], dtypes: tuple[Any, ...], first: Tensor
 ) -> tuple[Mlp, MlpSpecs]:
-    """(the operation, its specs) of a checked MLP, after a check of its bound recipes; `dtypes`: as in `_arguments`."""
+    """Checks the bound recipes of an MLP; returns (the operation, static specs). `dtypes`: see `_arguments`."""
     for each in bounds:
         check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
     return dataclasses.replace(op, master_dtypes=dtypes[1:]), MlpSpecs(*map(_static, specs))
 
 
 def is_pair(operand: Any) -> bool:
-    """Whether a first weight is a pair of gate and linear half, each with all groups, not a list of one per group."""
+    """Whether a first weight is a pair (gate half, linear half) with all groups each, not a list of one per group."""
     if not isinstance(operand, (list, tuple)) or len(operand) != 2:
         return False
     return isinstance(operand[0], Tensor) and operand[0].dim() == 3
 
 
 def _joined_pair(op: Mlp, wi: Any, wgrad_accum: Any) -> Tensor:
-    """The weight [G, 2F, K] ([G, K, 2F]) for a pair that has to be quantised, because scales cover both halves.
+    """Concatenates a pair to one weight [G, 2F, K] ([G, K, 2F]) for quantisation, whose scales cover both halves.
 
-    Each half receives its own gradient.
+    Each half still receives its own gradient.
 
     Raises:
         TypeError, ValueError: the halves do not fit together. NotImplementedError: the pair has accumulators.
@@ -342,14 +342,14 @@ def _arguments(
     wgrad_accum: Any,
     caches: tuple[WeightForms | None, ...],
 ) -> Arguments:
-    """The checked arguments of an operation.
+    """Checks the arguments of an operation, unless the result for such operands is cached, and returns them.
 
     Args:
-        check: of its operands, what is bound, its options, and the dtypes of the master tensors of x and the weights;
-            called where the result for their facts is not known yet.
-        names: of its weights, which also tell the operations apart.
-        sizes: or experts. row_scale: or probabilities.
-        options: hashable. bounds: what belongs to all products, or one for each.
+        check: a function (operands, bound recipes, options, dtypes of the master tensors of x and of the weights) ->
+            (sizes as the kernels read them, the operation, specs). It runs only if there is no cached result.
+        names: the names of the weight arguments; they also tell the operations apart in the key of the cache.
+        sizes: the group sizes, or the experts of `routed_mlp`. row_scale: for an MLP, the probabilities.
+        options: the other options, hashable. bounds: one bound recipe for all products, or one for each product.
     """
     leaf, leaves_of, masters = x, weights, ()
     arrays = operands = (x, *weights, sizes, row_scale, *biases)
@@ -409,7 +409,7 @@ _UNBOUND = Scaling()
 
 
 def _arrays(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
-    """(the operands, quantised ones as their tensors, the facts about these that the tensors do not show)."""
+    """Replaces quantised operands by their tensors. Returns (all operands, per operand the layouts of its forms)."""
     arrays: list[Any] = []
     layouts: list[Any] = []
     for each in operands:
@@ -420,19 +420,19 @@ def _arrays(operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 def _with_master(operand: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
-    """(what receives the gradient, the operand itself, the dtype and the form of the former if it is a master)."""
+    """Returns (what receives the gradient, the operand itself, (dtype, entry of `Lists`) of its master or None)."""
     if not isinstance(operand, StraightThrough):
         return master_of(operand), operand, None
     return operand.master, operand.q, (dtype_name(members(operand.master)[0].dtype), *lists_of((operand.master,), ()))
 
 
 def whole_operand(operand: Any) -> Any:
-    """A weight or bias as the rules read it: a packed tensor, a list of one per group, a quantised tensor, or None."""
+    """Converts a tuple to a list: rules read a packed tensor, a list of one per group, a quantised tensor, or None."""
     return list(operand) if isinstance(operand, tuple) else operand
 
 
 def packed_spec(operand: Any, *, rows: bool = False) -> Any:
-    """The spec of an operand, which may have rows; a list has the spec of the packed tensor, and None has none."""
+    """Returns the spec of an operand, for a list that of the packed tensor. `rows`: the first axis is M."""
     if operand is None:
         return None
     if isinstance(operand, QTensor):
@@ -444,7 +444,7 @@ def packed_spec(operand: Any, *, rows: bool = False) -> Any:
 
 
 def _static(spec: OperandSpec | None) -> Any:
-    """A spec without arrays and without M, so that the static facts are the same for every M."""
+    """Removes arrays and M from a spec, so that the static facts are the same for every M."""
     if spec is None:
         return None
     shape = spec.shape if len(spec.shape) == 3 else (-1, *spec.shape[1:])
@@ -475,8 +475,8 @@ def check_members(
     """Checks a weight or bias: one packed tensor, or G tensors with one axis less.
 
     Args:
-        kind: operation and argument in `grouped_core.ranks.AXES`. name: the argument's name in messages. x: the tensor
-            whose device is expected. transposed: layout of weights.
+        kind: operation and argument, keys of `grouped_core.ranks.AXES`. name: the argument's name in messages. x: a
+            tensor on the device that is expected. transposed: the layout of a weight.
 
     Raises:
         TypeError: not a tensor, or a list of mixed dtypes. ValueError: an empty list, members of different shapes, a
@@ -540,7 +540,7 @@ def is_packed(leaves: Sequence[Tensor]) -> bool:
 def accumulators_of_product(
     given: Any, leaves: list[Tensor], spec: OperandSpec, rows: Any, accum_name: str, weight_name: str
 ) -> Sequence[Tensor | None]:
-    """`wgrad_accum` of one weight as one destination per tensor of the weight; () without accumulators."""
+    """Returns the accumulators of one weight, one for each of its tensors; () if `wgrad_accum` gives none."""
     if given is None or (isinstance(given, str) and given == "main_grad"):
         return ()
     if leaves:
@@ -557,7 +557,7 @@ def accumulators_of_product(
 def _accumulators(
     given: Any, names: tuple[str, ...], leaves_of: Sequence[Any], specs: Sequence[OperandSpec], rows: Any
 ) -> tuple[Sequence[Tensor | None], ...]:
-    """`wgrad_accum` of an operation; `names` and `specs`: of its weights."""
+    """Returns the accumulators of each weight from `wgrad_accum`; `names` and `specs` are those of the weights."""
     each, accums = [given] * len(names), [NAMES.accum]
     if len(names) > 1:
         accums = [f"{NAMES.accum}[{at}]" for at in range(len(names))]
@@ -568,10 +568,10 @@ def _accumulators(
 
 
 def accumulator_pair(given: Any, advice: str, expected: str = "None, 'main_grad' or a pair") -> Sequence[Any]:
-    """`wgrad_accum` of an MLP, other than "main_grad", as (the part of wi, the part of wo).
+    """Checks that `wgrad_accum` of an MLP, if it is not "main_grad", is a pair (for wi, for wo), and returns it.
 
     Args:
-        advice: the end of the message. expected: by the caller.
+        advice: the end of the message, which says what to do. expected: what the message says was expected.
 
     Raises:
         ValueError: it is not a pair.
@@ -586,7 +586,7 @@ def accumulator_pair(given: Any, advice: str, expected: str = "None, 'main_grad'
 
 
 def accumulators_of(given: Any, leaves: list[Tensor], accum_name: str, weight_name: str) -> list[Tensor | None]:
-    """`wgrad_accum` of a weight as one destination per tensor of the weight.
+    """Returns `wgrad_accum` of a weight as a list with one accumulator or None for each tensor of the weight.
 
     Raises:
         ValueError, TypeError: its form differs from the weight's (one tensor or a list), or a tensor does not fit.
@@ -631,7 +631,7 @@ def check_writable(name: str, buffer: Tensor) -> None:
 
 
 def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | None) -> None:
-    """BUF-2 for what the rules do not check themselves; they check the shape and dtype of `out`."""
+    """Checks `out` and `grad_input` as BUF-2 says, except the shape and the dtype of `out`, which the rules check."""
     written = []
     for name, buffer in ((NAMES.out, out), (NAMES.grad_input, grad_input)):
         if buffer is not None:
@@ -653,7 +653,7 @@ def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | Non
 
 
 def check_gradient(dy: Tensor, grad_input: Tensor | None, accumulators: Sequence[Sequence[Tensor | None]]) -> None:
-    """BUF-2 for dy, which forward cannot check: dy is still read while the buffers are written."""
+    """Refuses a dy that overlaps a buffer or an accumulator (BUF-2): backward reads dy while it writes these."""
     if is_compiling():
         return
     start = address(dy)
@@ -665,11 +665,11 @@ def check_gradient(dy: Tensor, grad_input: Tensor | None, accumulators: Sequence
 
 
 Named = Iterable[tuple[str, Tensor | None]]
-"""Tensors and their names in messages."""
+"""Pairs of the name of a tensor in messages and the tensor itself, or None."""
 
 
 def check_apart_from_operands(written: Named, given: Arguments) -> None:
-    """Refuses tensors that backward or forward writes where they overlap an operand."""
+    """Refuses a tensor in `written`, which forward or backward writes, if it overlaps an operand."""
     if is_compiling():  # there are no addresses yet
         return
     names, two = given.checked.op.names, len(given.biases) == 2
@@ -686,6 +686,6 @@ def check_apart_from_operands(written: Named, given: Arguments) -> None:
 
 
 def check_apart(written: Named, read: Named) -> None:
-    """`memory.check_apart` for named tensors; tensors without memory overlap with nothing."""
+    """Refuses tensors in `written` that overlap another tensor; tensors without memory overlap with nothing."""
     placed = [[(name, each, address(each)) for name, each in named if each is not None] for named in (written, read)]
     memory.check_apart(*[[Span(name, at, at and at + each.nbytes) for name, each, at in some] for some in placed])

@@ -1,4 +1,4 @@
-"""`torch.autocast` for functions and layers: which operands are cast, to which dtype, and who owns their gradients.
+"""Applies `torch.autocast` to functions and layers: it casts operands, and finds the owner of a cast weight's gradient.
 
 As in `torch.nn.functional.linear`, rows, weights and biases of 16 or 32 bits are cast to the dtype of autocast, and
 float64 is not. 8-bit rows, quantised operands and their masters, probabilities, row scales and buffers are not cast
@@ -38,7 +38,7 @@ def dtype_of(x: Any) -> torch.dtype | None:
 
 
 def cast(operand: Any, dtype: torch.dtype | None) -> Any:
-    """An operand, or each of a list, in `dtype` if autocast casts it; differentiable."""
+    """Returns an operand, or each of a list, in `dtype` if autocast casts it; differentiable."""
     if dtype is None:
         return operand
     if isinstance(operand, (list, tuple)):
@@ -52,13 +52,13 @@ _OPERANDS = ("x", "weight", "bias", "wi", "wo", "wi_bias", "wo_bias", LORA)
 
 
 def cast_named(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a public function by their names, those cast that autocast casts."""
+    """Returns the arguments of a public function by name, with those cast that autocast casts."""
     dtype = dtype_of(arguments["x"])
     return {name: cast(each, dtype) if name in _OPERANDS else each for name, each in arguments.items()}
 
 
 def owner(weight: Any) -> Owner | None:
-    """The owner of `main_grad` and flags of a weight that is cast, which is the weight itself."""
+    """Returns the owner for a weight that autocast casts: the weight itself has `main_grad` and flags, not its cast."""
     if isinstance(weight, Tensor):
         return Owner((weight,), None)
     return Owner(tuple(weight), None) if isinstance(weight, (list, tuple)) else None

@@ -24,10 +24,10 @@ from torch_bridge._tensors import Layouts, as_read, note_written, pack, unpack
 from torch_bridge.main_grad import Earlier
 
 Owners = tuple[Owner | None, ...]
-"""For each product, the parameters and queue of the module that owns its weight, or None."""
+"""For each product, the `Owner` of its weight, or None if the gradient simply goes to autograd."""
 
 Deliver = Callable[[int, WeightGradient], None]
-"""(product, gradient of its weight) -> None."""
+"""A function (number of the product, gradient of its weight) -> None."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +35,8 @@ class Facts:
     """What follows from checked arguments and from the gradients that are needed.
 
     Attributes:
-        op: the operation. specs: the specs of its operands. needs: the gradients to compute. training: whether there
-            are any. keep: what backward reads. They have the classes that the rules of the operation take.
+        op, specs, needs, keep: the operation, the specs of its operands, the gradients to compute, and what backward
+            reads. They have the classes that the rules of the operation take. training: whether any gradient is needed.
         products: the product with each weight, as a linear operation, or None for an absent weight.
         forward, backward: the operator of forward, and those of the stages of backward that are needed.
     """
@@ -53,7 +53,7 @@ class Facts:
 
 @dataclass(slots=True, eq=False)
 class Saved:
-    """What forward hands to backward besides tensors; `layouts`: of the saved operands, `rows`: M."""
+    """What forward hands to backward besides tensors. `layouts` describes the saved operands, and `rows` is M."""
 
     facts: Facts
     scaling: Scaling
@@ -70,19 +70,19 @@ MainGradients = tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """The differences between the linear operation and the MLPs.
+    """What the autograd function has to know about an operation; linear operations and MLPs differ only in these facts.
 
     Attributes:
-        name: for messages. product: the rule of forward. weights: names of the weight arguments.
-        rows: names of the rows that are kept for backward, before all other operands.
-        places: positions of the weights among the arguments. scale_place: position of the row scale.
+        name: the name in messages. product: the rule of forward. weights: the names of the weight arguments.
+        rows: the names (`_saved`) of the rows that forward saves; these come before all other saved operands.
+        places: the positions of the weights among the arguments. scale_place: the position of the row scale.
         check: (all arguments, caches of layers) -> checked arguments.
-        needs: (x, each weight, the row scale, each bias) -> the gradients to compute, as the rules take them.
-        facts: (operation, specs of its operands, needs, for each weight whether its whole gradient goes to autograd, so
-            that it may be computed along with others) -> what follows from them.
+        needs: (whether x, each weight, the row scale, each bias need a gradient) -> `Facts.needs`.
+        facts: (operation, specs, needs, whole) -> `Facts`. `whole` says for each weight whether autograd gets its whole
+            gradient; one operator may then compute that gradient along with others.
         forward: (arguments, facts, scaling, M, out) -> `Forwarded`.
-        backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> the other gradients. It removes operands
-            from the list, so that rows are freed as soon as they are no longer read.
+        backward: (saved facts, kept operands, dy, buffer for dx, deliver) -> `MainGradients`. It empties the list of
+            operands, so that rows are freed as soon as no launch reads them.
         count: (arguments) -> M, the number of rows of the products.
     """
 
@@ -108,11 +108,11 @@ def differentiable(
     owners: Owners | None = None,
     overwrite: tuple[tuple[bool, ...] | None, ...] | None = None,
 ) -> Tensor:
-    """The result for checked arguments, with an autograd history if a gradient is needed.
+    """Runs an operation and returns its result, which has an autograd history if a gradient is needed.
 
     Args:
-        overwrite: for each weight, whether each tensor's gradient replaces the content of its accumulator; None: ask
-            the tensors. Only a node of a graph of torch.compile gives it.
+        overwrite: for each weight, whether each tensor's gradient replaces the content of its accumulator; None: the
+            attributes of the tensors say so. Only a node of a graph of torch.compile passes it.
     """
     if out is not None or grad_input is not None:
         check_buffers(given, out, grad_input)
@@ -142,19 +142,19 @@ def differentiable(
 
 
 def _delay(owners: Owners) -> bool:
-    """Whether some gradients of weights go to a queue; most calls have no owner, which is found fast."""
+    """Whether some weight gradients go to a queue. Most calls have no owner, and for them the answer is fast."""
     return any(owners) and any(each is not None and each.queue is not None for each in owners)
 
 
 def _with_stand_ins(
     given: Arguments, receivers: list[Tensor | None], needed: tuple[bool, ...]
 ) -> tuple[list[Tensor | None], tuple[bool, ...]]:
-    """(receivers, needed), with the gradients of quantised weights that have an accumulator but no master weight.
+    """Returns (receivers, needed) where quantised weights without a master need a gradient if they have an accumulator.
 
-    If nothing else needs a gradient, an input takes the place of the master weight, so that autograd runs backward.
+    If no other operand needs one, an empty tensor replaces such a weight as an input, so that autograd runs backward.
 
     Raises:
-        NotImplementedError: under torch.compile, whose backward serves only inputs of the graph.
+        NotImplementedError: such a tensor under torch.compile, whose backward serves only inputs of the graph.
     """
     by_inputs, at, wanted = True in needed, 2, list(needed)
     for leaves, accumulators in zip(given.leaves, given.accumulators, strict=True):
@@ -176,9 +176,9 @@ class _Rest(NamedTuple):
     """What backward takes besides what forward saves.
 
     Attributes:
-        biases: for each, the number of its tensors, whether it is packed, and those that need a gradient; () without.
-        routes: of the gradients of weights, which may go to `accumulators`, for each weight.
-        grad_input: the buffer for dx. for_leaf: whether x is a leaf.
+        biases: for each bias, the number of its tensors, whether it is packed, and which need a gradient; or ().
+        routes: for each weight, where its gradient goes. accumulators: for each weight, those of its tensors.
+        grad_input: the buffer for dx. for_leaf: whether the tensor that receives dx is a leaf.
     """
 
     operation: Operation
@@ -190,11 +190,11 @@ class _Rest(NamedTuple):
 
 
 def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...], elsewhere: bool) -> tuple[Facts, _Rest]:
-    """Adds an entry to `checked.asked`: the facts, and what backward takes if all gradients go to autograd.
+    """Makes the entry of `checked.asked` for the needed gradients, (facts, what backward takes), and returns it.
 
     Args:
         needed: for each of `Arguments.receivers`, whether it needs a gradient; () if none does.
-        elsewhere: whether gradients of weights go to accumulators or to a queue.
+        elsewhere: whether weight gradients go to accumulators or a queue; `differentiable` sets the routes for that.
     """
     weights = len(operation.weights)
     needs_x, needs_scale, *of_members = needed or [False] * (2 + sum(count for count, _ in checked.lists))
@@ -213,7 +213,7 @@ def _ask(operation: Operation, checked: Checked, needed: tuple[bool, ...], elsew
 def forward_and_saved(
     operation: Operation, given: Arguments, facts: Facts, out: Tensor | None
 ) -> tuple[Tensor, Sequence[Tensor | None], Saved]:
-    """(the result, the tensors that backward reads, other facts for backward)."""
+    """Runs forward. Returns (the result, the tensors that backward reads, other facts for backward)."""
     scaling = with_copied_scales(given.scaling) if given.scaling.states else given.scaling
     rows = operation.count(given)
     y, kept = operation.forward(given, facts, scaling, rows, out)
@@ -222,17 +222,17 @@ def forward_and_saved(
 
 
 def written(buffer: Tensor, result: Tensor) -> Tensor:
-    """The result that was written to the caller's buffer: it shares the buffer's storage, but not its history."""
+    """Returns the result that kernels wrote to `buffer`: it shares the buffer's storage, but not its history."""
     note_written([buffer])
     return result.detach()
 
 
 class _Differentiable(torch.autograd.Function):
-    """Gradients around the operators. It saves what backward reads, never results."""
+    """The autograd function of all operations. It saves the tensors that backward reads, never the result."""
 
     @staticmethod
     def forward(ctx: Any, static: tuple[Arguments, Facts, _Rest, Tensor | None], *receivers: Tensor | None) -> Tensor:
-        """`static` is one argument, because each costs time. `receivers`: those of `Arguments.receivers`."""
+        """Runs forward. `static` is one argument, because each costs time. `receivers`: `Arguments.receivers`."""
         del receivers
         given, facts, rest, out = static
         y, tensors, saved = forward_and_saved(rest.operation, given, facts, out)
@@ -245,7 +245,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of forward's arguments, from that of the result: dy [M, N]."""
+        """Returns the gradients of forward's arguments, given dy [M, N], the gradient of the result."""
         (dy,) = grad_outputs
         if torch.compiler.is_dynamo_compiling():  # compiled autograd around a call that was not compiled
             return _beside_graph(ctx, dy)
@@ -293,7 +293,7 @@ _beside_graph: Any = torch.compiler.disable(_backward, reason="compiled autograd
 
 
 def _of_members(gradient: Tensor | None, count: int, packed: bool, trained: Sequence[int]) -> list[Tensor | None]:
-    """The gradient of a bias, split into its tensors."""
+    """Splits the gradient of a bias into its tensors; None for those without a gradient."""
     results: list[Tensor | None] = [None] * count
     if gradient is None:
         return results

@@ -33,7 +33,7 @@ def run(
     """Runs an operation.
 
     Args:
-        name: of the operation. arguments: of its public function, up to the recipe or the residual policy.
+        name: the operation's name. arguments: those of its public function, up to the recipe or the residual policy.
         owners, caches: for each weight, the module that owns it, and the cache of its layer; or None.
         cast: the positions of the arguments to which autocast applies; those at `Operation.places` are added.
     """
@@ -74,7 +74,7 @@ _outside: Any = torch.compiler.disable(run, reason=_REASON)
 
 @torch.compiler.allow_in_graph
 def _node(name: str, *arguments: Any) -> Tensor:
-    """`run` as one node of a graph; `arguments` up to `implementation` come from `_codec.to_tuples`."""
+    """Runs `run` as one node of a graph; `arguments` up to `implementation` come from `_codec.to_tuples`."""
     *given, out, grad_input, replaced = arguments
     operation = OPERATIONS[name]
     settle_rows(given[0], given[operation.scale_place], out, grad_input, most=MOST_SYMBOLS)
@@ -83,10 +83,10 @@ def _node(name: str, *arguments: Any) -> Tensor:
 
 
 def _destinations(given: Any, parameters: Any, master: Any, name: str, owner: Owner | None) -> tuple[Any, Any]:
-    """(`wgrad_accum` of one weight as tensors, whether each is overwritten).
+    """Returns (the accumulators of one weight as tensors, whether the gradient overwrites each of them).
 
     Args:
-        given: the user's argument. master: the tensor or tensors of the weight. name: of the weight.
+        given: the user's argument. master: the tensor or tensors of the weight. name: the weight's name in messages.
         owner: the module that owns it, if it is not an argument of a function.
     """
     if given is None:

@@ -23,7 +23,7 @@ _TRANSPOSED = (NAMES.w, MLP_NAMES.wi, MLP_NAMES.wo)
 
 
 def check_operand(name: str, value: Any, x: Tensor) -> None:
-    """Checks for a contiguous tensor on the device of `x`. Raises TypeError or ValueError otherwise."""
+    """Checks that `value` is a contiguous tensor on the device of `x`. Raises TypeError or ValueError otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"`{name}`: {type(value).__name__}, expected a torch.Tensor; convert it first.")
     if value.device != x.device:
@@ -38,13 +38,13 @@ def check_operand(name: str, value: Any, x: Tensor) -> None:
 
 
 def check_readable(name: str, value: Any, x: Tensor) -> None:
-    """`check_operand` of what a kernel reads: its elements have memory, too. Raises TypeError or ValueError."""
+    """Checks what a kernel reads: as `check_operand`, and that it has memory. Raises TypeError or ValueError."""
     check_operand(name, value, x)
     check_memory(name, value)
 
 
 NEGATED = "a lazily negated view, expected a tensor whose memory has its signs; call `.resolve_neg()`."
-"""What `is_neg` is refused with. Dynamo cannot trace that question."""
+"""The message for tensors whose `is_neg()` is true. Dynamo cannot trace `is_neg`, so graphs are not checked for it."""
 
 
 def _check_local(name: str, value: Tensor) -> None:
@@ -129,7 +129,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def distributed_like(parameter: Any, part: Tensor) -> Tensor:
-    """`part` as the local part of a DTensor placed like `parameter`, if that is one; otherwise unchanged."""
+    """Returns `part` as the local part of a DTensor placed like `parameter`; unchanged if that is no DTensor."""
     if not is_distributed(parameter):
         return part
     dtensor: Any = type(parameter.data)
@@ -144,14 +144,14 @@ _tracing = torch._C._get_tracing_state
 
 
 def _traced(name: str) -> Exception:
-    """The refusal of `torch.jit.trace`, where sizes are tensors: programs kept for later calls would hold them."""
+    """Returns the error for `torch.jit.trace`: its sizes are tensors, which programs kept for later would hold."""
     return NotImplementedError(
         f"{name} under torch.jit.trace: expected eager execution, torch.compile or torch.export; use one of these."
     )
 
 
 def refuse_transforms(name: str, *operands: Any) -> None:
-    """Refuses functorch transforms, forward mode and `torch.jit.trace`; `name` of the operation is for the message."""
+    """Refuses functorch transforms, forward mode and `torch.jit.trace`; `name`: the operation's name in the message."""
     if _tracing() is not None:
         raise _traced(name)
     if torch._C._are_functorch_transforms_active() and not is_compiling():
@@ -183,7 +183,7 @@ def refuse_vmap(name: str) -> None:
 
 
 def check_gradients(name: str, operands: Sequence[Any]) -> None:
-    """Refuses DTensors, and several dy at once (`is_grads_batched`, vectorised Jacobians); `name` is for messages."""
+    """Refuses DTensors, and batches of dy (`is_grads_batched`, vectorised Jacobians); `name` is for messages."""
     for each in operands:
         _check_local(f"an operand of {name}", each)
     if any(isinstance(each, Tensor) and _functorch.is_legacy_batchedtensor(each) for each in operands):

@@ -30,7 +30,7 @@ from torch_bridge._tensors import CachedLayout, ExtrasLayout, Form, PairLayout, 
 _FIELDS: dict[type[Any], tuple[str, ...]] = {Residuals: ("policy",)}  # its other fields belong to JAX
 _KINDS: dict[str, Any] = {"Residuals": Residuals}
 _TEXTS = (Activation, Format, Recipe)
-"""Classes whose objects have their fields as one text, so that a graph has one constant of each, and one guard."""
+"""Classes whose objects become one text with all fields, so that a graph has one constant and one guard per object."""
 
 
 def register(*kinds: type[Any]) -> None:
@@ -49,7 +49,7 @@ register(
 
 
 def to_tuples(value: Any) -> Any:
-    """`value` as nested tuples, each of which starts with the name of its class."""
+    """Converts `value` to nested tuples, each of which starts with the name of its class."""
     if value is None or isinstance(value, Tensor):  # most arguments, and Dynamo interprets every step of this
         return value
     kind = type(value)
@@ -65,7 +65,7 @@ def to_tuples(value: Any) -> Any:
 
 
 def constant(number: Any) -> Any:
-    """A number, or None, as a constant of a graph of torch.compile, which Dynamo may have made an input."""
+    """Returns a number, or None, as a constant of a graph of torch.compile; Dynamo may have made it an input."""
     if number is None or not is_compiling():
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to import, and Dynamo has imported it
@@ -74,7 +74,7 @@ def constant(number: Any) -> Any:
 
 
 def from_tuples(value: Any) -> Any:
-    """The value that `to_tuples` converted."""
+    """Returns the value that `to_tuples` converted."""
     if not isinstance(value, (tuple, list)):  # JSON has only lists
         return value
     name, *parts = value
@@ -88,17 +88,17 @@ def from_tuples(value: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _from_literal(text: str) -> Any:
-    """The object of a class of `_TEXTS` whose text this is."""
+    """Returns the object of a class in `_TEXTS` that has this text."""
     return from_tuples(ast.literal_eval(text))
 
 
 @lru_cache(maxsize=4096)
 def to_text(value: Any) -> str:
-    """A hashable value as text."""
+    """Returns a hashable value as text."""
     return json.dumps(to_tuples(value))
 
 
 @lru_cache(maxsize=4096)
 def from_text(text: str) -> Any:
-    """The value that `to_text` encoded."""
+    """Returns the value that `to_text` encoded."""
     return from_tuples(json.loads(text))

@@ -9,7 +9,7 @@ from torch._guards import TracingContext
 
 
 def _is_compiling() -> bool:
-    """`torch.compiler.is_compiling`, also where a node runs on fake tensors, for which PyTorch 2.11 returns False."""
+    """Whether a graph is traced, also where a node runs on fake tensors, for which PyTorch 2.11 returns False."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 

@@ -1,6 +1,6 @@
 """Experts as DTensors: supported placements, their local parts, and the return of their gradients.
 
-NOTE: it takes 0.6 s to import, so other modules import it only when they meet a DTensor.
+NOTE: importing this module takes 0.6 s, so other modules import it only when they meet a DTensor.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch_bridge._checks import local
 
 
 def local_experts(parameter: DTensor, name: str, packed: bool) -> Tensor:
-    """The experts of this rank [G / ranks, ...], with a history that makes their gradient a DTensor placed like them.
+    """Returns this rank's experts [G / ranks, ...], with a history that makes their gradient a DTensor like them.
 
     Args:
         parameter: all experts, sharded along the first axis over every axis of its mesh.
-        name: of the parameter, for messages. packed: whether its first axis numbers the experts.
+        name: the parameter's name in messages. packed: whether its first axis numbers the experts.
 
     Raises:
         ValueError: it has another placement, or is the weight of one expert.
@@ -37,10 +37,11 @@ def local_experts(parameter: DTensor, name: str, packed: bool) -> Tensor:
 
 
 def beside_experts(parameter: Any, part: Tensor) -> Tensor:
-    """`part` [..., G / ranks], of this rank's experts, as a DTensor [..., G]; unchanged if it covers all experts.
+    """Returns `part` [..., G / ranks] of this rank's experts as a DTensor [..., G]; unchanged if it has all experts.
 
     Args:
-        parameter: of the experts, spread over the last axis of its mesh. FSDP2 may shard it over the axes before.
+        parameter: the experts' weight, whose experts are spread over the last axis of its mesh. FSDP2 may shard it over
+            the other axes.
     """
     mesh = parameter.device_mesh
     if not _spread(parameter, part.shape[-1]):
@@ -50,7 +51,7 @@ def beside_experts(parameter: Any, part: Tensor) -> Tensor:
 
 
 def own_experts(parameter: Any, given: Tensor, groups: int) -> Tensor:
-    """The local part of `beside_experts`, or of a plain tensor [..., G] of all experts; [..., `groups`]."""
+    """Returns this rank's part [..., `groups`] of `given`: from `beside_experts`, or a plain tensor of all experts."""
     part, mesh = local(given), parameter.device_mesh
     if part.shape[-1] == groups or not _spread(parameter, groups):
         return part
@@ -64,7 +65,7 @@ def _spread(parameter: Any, groups: int) -> bool:
 
 
 def averaged_like(parameter: Any, whole: Tensor) -> DTensor:
-    """The mean over ranks of the gradients of a whole weight, as each rank's shard, which FSDP2 makes after backward.
+    """Averages gradients of a whole weight over the ranks, and returns this rank's shard, as FSDP2 does after backward.
 
     Args:
         parameter: the sharded weight. whole: this rank's gradient of the whole weight, in its dtype.

@@ -1,8 +1,8 @@
 """What an exchange of an expert-parallel layer does on a rank, and the collective that moves rows.
 
-Which row goes where is a rule of `grouped_core.exchange`. An exchange is begun and finished separately, in forward
-and in backward, so that other work runs in between. Letters: P ranks, T tokens of a rank, k experts per token, E
-experts, B rows of the budget, j experts of a row at most, H columns.
+`grouped_core.exchange` defines which row goes where. An exchange is begun and finished separately, in forward and in
+backward, so that other work runs in between. Letters: P ranks, T tokens of a rank, k experts per token, E experts, B
+rows that one rank may send to one rank (the budget), j experts per row at most, H columns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch_bridge.sizes import every_row
 
 
 def check_tokens(function: str, tokens: int, process_group: Any) -> None:
-    """The check of GROUPED_DEBUG=ranks, in which every rank waits for the others.
+    """Checks for GROUPED_DEBUG=ranks that all ranks have the same number of tokens; every rank waits for the others.
 
     Raises:
         ValueError: on all ranks, because they have different numbers of tokens.
@@ -42,11 +42,11 @@ def check_tokens(function: str, tokens: int, process_group: Any) -> None:
 
 
 class SendFacts(NamedTuple):
-    """Static facts of what is sent: those of `Exchange` but T, for which torch.compile may have a symbol.
+    """Static facts of what is sent: those of `Exchange` except T, for which torch.compile may have a symbol.
 
     Attributes:
-        budget: None: as many rows as there can be, a multiple of T.
-        codes: the format that tokens are quantised in, or None.
+        budget: B; None for as many rows as there can be, a multiple of T.
+        codes: the format in which tokens are quantised, or None.
     """
 
     ranks: int
@@ -57,7 +57,7 @@ class SendFacts(NamedTuple):
     codes: Format | None = None
 
     def exchange(self, tokens: int) -> Exchange:
-        """The facts of the exchange of so many tokens."""
+        """Returns the facts of the exchange for that number of tokens."""
         most = exchange.exchange_option(
             "send", ranks=self.ranks, experts=self.experts, tokens=tokens, slots=self.slots, once=self.once
         )
@@ -65,7 +65,7 @@ class SendFacts(NamedTuple):
 
 
 class SendOperands(NamedTuple):
-    """Operands of the order in which slots are sent; `count`: int32 [1], T."""
+    """Operands of the rule that orders the slots and gathers the rows to send; `count`: int32 [1], T."""
 
     x: Any
     experts: Any
@@ -87,13 +87,13 @@ _SEND = define("send", _send_rule, SendOperands, SendFacts, rows=("x", "experts"
 
 
 class Sent(NamedTuple):
-    """What a rank sends, as in `exchange.Sent`, and its rows.
+    """What a rank sends: the fields of `exchange.Sent`, and the rows themselves.
 
     Attributes:
-        rows: [P B, H]; where codes travel it has no memory of its own and only carries the gradient.
+        rows: [P B, H]. If codes are sent, it has no memory of its own and only carries the gradient.
         source: int32 [P B]. experts: int32 [P B, j]. inverse: int32 [T, k]. dropped: int32 [1]. probs: fp32 [P B, j].
         entries: int32 [T, k], or None.
-        values, scales: of the codes of the rows, or None.
+        values, scales: the codes of the rows and their scales, or None.
     """
 
     rows: Tensor
@@ -108,7 +108,7 @@ class Sent(NamedTuple):
 
 
 def send(op: Exchange, x: Tensor, experts: Tensor, probs: Tensor, codes: Format | None = None) -> Sent:
-    """What this rank sends of tokens x [T, H]; differentiable in x and in the probabilities [T, k].
+    """Orders the slots of tokens x [T, H] and returns what this rank sends; differentiable in x and probs [T, k].
 
     Args:
         codes: a format with scales per row, in which tokens are quantised before they are sent.
@@ -150,16 +150,16 @@ def _sent(static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> Sent:
 
 
 def _stand_in(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor that only carries a gradient, without memory for its elements, whose values nothing reads."""
+    """Returns a tensor that only carries a gradient: nothing reads its values, and its elements have no memory."""
     return like.new_zeros(()).expand(shape)
 
 
 class _Send(torch.autograd.Function):
-    """Saves the maps of slots, [T, k] each."""
+    """The autograd function of `send`. It saves the maps of slots, [T, k] each."""
 
     @staticmethod
     def forward(ctx: Any, static: SendFacts, x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Tensor | None, ...]:
-        """The fields of `Sent`."""
+        """Returns the fields of `Sent`."""
         found = _sent(static, x, experts, probs)
         ctx.dtypes = (x.dtype, probs.dtype)
         save(ctx, found.inverse, found.entries)
@@ -170,7 +170,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
-        """Gradients of forward's arguments."""
+        """Returns the gradients of forward's arguments."""
         upstream = Sent(*grad_outputs)  # pyright: ignore[reportArgumentType]
         d_probs = None if upstream.probs is None else upstream.probs.reshape(-1)
         return once("dispatch", ctx, (upstream.rows, d_probs), permute_backward)
@@ -181,7 +181,7 @@ class _Send(torch.autograd.Function):
 
 
 def operators() -> tuple[Any, Any]:
-    """The operators of torch that begin and finish an exchange."""
+    """Returns the operators of torch that begin and finish an exchange."""
     from torch.distributed import _functional_collectives  # absent in builds without distributed; it defines them
 
     del _functional_collectives
@@ -189,9 +189,10 @@ def operators() -> tuple[Any, Any]:
 
 
 def _begin(array: Tensor, group: Group, counts: Tensor | None = None) -> Tensor:
-    """[P B, ...], not to be read before `_wait`: part s is what rank s had as the part of this rank.
+    """Begins an all-to-all and returns its result [P B, ...], not to be read before `_wait`; part s comes from rank s.
 
-    Every rank calls it. The array travels as whole bytes; with `counts`, int64 [P], only so many rows of each part.
+    Every rank calls it. The array travels as whole bytes; with `counts`, int64 [P], only that many rows of each part
+    do.
     """
     if counts is not None:
         return _symmetric.begin(array, counts, group.name)
@@ -220,26 +221,27 @@ class Group(NamedTuple):
 
 
 def counts_of(experts: Tensor, group: Group) -> Tensor | None:
-    """int64 [P]: how many of the rows of each part have an expert [P B, j]; None where parts travel whole."""
+    """Returns int64 [P]: how many rows of each part have an expert [P B, j]; None if parts travel whole."""
     return (experts[:, 0].view(group.ranks, -1) >= 0).sum(1) if group.counted else None
 
 
 class _Begin(torch.autograd.Function):
     """Begins an exchange; its backward finishes the exchange of the gradient.
 
-    `carries`: whether rows travel forward; otherwise only their gradient does. `counts`: of the rows that travel.
+    `carries`: whether rows travel in forward; otherwise only their gradient does, in backward. `counts`: how many rows
+    of each part travel, or None.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Group, carries: bool, counts: Tensor | None) -> Tensor:
-        """[P B, ...], pending."""
+        """Returns the result [P B, ...] of the exchange, which is still pending."""
         ctx.set_materialize_grads(False)
         save(ctx, counts)
         return _begin(rows, group, counts) if carries else rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        """The gradient, which has come back."""
+        """Finishes the exchange of the gradient and returns it."""
         (pending,) = grad_outputs
         return None if pending is None else _wait(pending, ctx.saved_tensors[0]), None, None, None
 
@@ -247,12 +249,12 @@ class _Begin(torch.autograd.Function):
 class _Finish(torch.autograd.Function):
     """Finishes an exchange; its backward begins the exchange of the gradient, which all ranks have or none.
 
-    `counts`: of the rows that have arrived.
+    `counts`: how many rows of each part have arrived, or None.
     """
 
     @staticmethod
     def forward(ctx: Any, pending: Tensor, group: Group, carries: bool, counts: Tensor | None) -> Tensor:
-        """[P B, ...]."""
+        """Returns the rows [P B, ...] that have arrived."""
         ctx.group = group
         ctx.set_materialize_grads(False)
         save(ctx, counts)
@@ -260,7 +262,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        """The gradient begins its way back."""
+        """Begins the exchange of the gradient and returns its pending result."""
         (grad,) = grad_outputs
         return None if grad is None else _begin(grad, ctx.group, ctx.saved_tensors[0]), None, None, None
 
@@ -275,8 +277,8 @@ def begin(
         carries: whether the rows travel in forward; False: only their gradient travels, in backward.
 
     Returns:
-        A function that returns the rows that arrive. Its argument: int64 [P], how many of them are in use in each part,
-        if only these travel; else None.
+        A function that finishes the exchange and returns the rows that have arrived. Its argument is int64 [P], how
+        many of them are in use in each part, or None if all rows travel.
     """
     pending = _Begin.apply(rows, group, carries, counts)
 
@@ -287,7 +289,7 @@ def begin(
 
 
 class Brought(NamedTuple):
-    """What the other ranks have sent, of the fields of `Sent`: rows or their codes, local experts, weights."""
+    """What the other ranks have sent to this one, with fields as in `Sent`: rows or codes, local experts, weights."""
 
     rows: Tensor
     experts: Tensor
@@ -297,7 +299,7 @@ class Brought(NamedTuple):
 
 
 def begin_dispatch(sent: Sent, group: Group, scales_along: int = 0) -> Callable[[], Brought]:
-    """Begins the exchange of what is sent: one message of rows or codes, one of all that is small.
+    """Begins the exchange of what is sent, in two messages: one of rows or codes, one of experts, weights and scales.
 
     Args:
         scales_along: the axis of the scales that runs along rows.
@@ -328,8 +330,10 @@ def begin_dispatch(sent: Sent, group: Group, scales_along: int = 0) -> Callable[
 
 
 def _elements(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Columns of bytes as elements of `dtype`. One row or none counts as contiguous whatever its stride, which `view`
-    then refuses, so the view is of one axis.
+    """Reads columns of bytes as elements of `dtype`.
+
+    An array with at most one row counts as contiguous whatever its stride, but `view` refuses the stride. So the bytes
+    are viewed along one axis.
     """
     return words.reshape(-1).view(dtype).view(words.shape[0], words.shape[1] // dtype.itemsize)
 
@@ -339,19 +343,19 @@ class _Valued(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, values: Tensor) -> Tensor:
-        """`values`."""
+        """Returns `values`."""
         del ctx, carrier
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """The gradient itself."""
+        """Passes the gradient on to `carrier`."""
         del ctx
         return grad_outputs[0], None
 
 
 def beyond(experts: Tensor, max_rows: int) -> Tensor:
-    """int32 scalar: how many of the experts [M, j] of received rows are too many for `max_rows` rows of the experts."""
+    """Returns an int32 scalar: how many of the experts [M, j] of received rows exceed the room for `max_rows` rows."""
     return ((experts >= 0).sum(dtype=torch.int32) - max_rows).clamp(min=0)
 
 
@@ -360,7 +364,7 @@ def beyond(experts: Tensor, max_rows: int) -> Tensor:
 
 
 def sums(rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
-    """[T, H]: the sums of the rows [P B, H] of each token, which `send` put there; differentiable."""
+    """Returns [T, H], for each token the sum of its rows, which `send` placed in the rows [P B, H]; differentiable."""
     return (_sums_node if is_compiling() else _sums)(rows, source, inverse)
 
 

@@ -1,4 +1,4 @@
-"""Adapters of experts that are spread over ranks: their options together, and the keys of their masks."""
+"""Adapters of experts that are spread over ranks: the options that they share, and the keys of their dropout masks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AdapterOptions(NamedTuple):
     key: Tensor | None
 
     def of_part(self, number: int, *, shared: bool = False) -> dict[str, Any]:
-        """The keywords of a part of the tokens of all ranks, with a key of its own."""
+        """Returns the keywords for part `number` of the tokens of all ranks; each part gets a key of its own."""
         key = None if self.key is None else key_of_part(self.key, number)
         key = key_of_shared(key) if shared and key is not None else key
         return {"lora_scaling": self.scaling, "lora_dropout": self.dropout, "lora_key": key}
@@ -30,7 +30,8 @@ def check_adapters(x: Tensor, given: Any, shared: SharedExpert | None, options: 
     """Refuses options of adapters that contradict each other, before a rank communicates.
 
     Raises:
-        ValueError: they do, or the key is not one. TypeError: the key is not a tensor.
+        ValueError: options contradict each other, or the key has another shape or dtype. TypeError: the key is not a
+            tensor.
     """
     adapted = [each for each in (given, None if shared is None else shared.lora) if each is not None]
     if not adapted:

@@ -1,7 +1,7 @@
 """Layers whose experts are spread over the ranks of a process group, on `torch.distributed`.
 
-`moe` is the whole layer; `dispatch` and `combine` are its two exchanges, for layers of one's own. What is computed does
-not depend on how the layer is spread (docs/contracts.md, LYR-9): docs/parallel.md.
+`moe` is the whole layer; `dispatch` and `combine` are its two exchanges, for layers that users write themselves. The
+results do not depend on how the experts are spread (docs/contracts.md, LYR-9). docs/parallel.md describes all of it.
 
 Letters: P ranks, T tokens of a rank, E experts, L = E / P experts of a rank, k experts per token, B rows that one rank
 sends to one rank at most, H hidden size, M rows that a rank receives.
@@ -44,11 +44,11 @@ class Arrived(NamedTuple):
     """What a rank received.
 
     Attributes:
-        rows: [M, H]; of codes a `straight_through` of them.
+        rows: [M, H]; if codes were sent, a `straight_through` operand that holds them.
         experts: int32 [M, j], local numbers 0 to L - 1 of the experts of each row, -1 for none.
-        weights: fp32 [M, j], the router's. handle: for `combine`. dropped: int32 scalar, slots of this rank's tokens
-            that did not travel, and slots that arrived and have no room.
-        max_rows: rows of the experts for which there is room; None: M j.
+        weights: fp32 [M, j], the router's weights. handle: what `combine` needs. dropped: int32 scalar, the number of
+            slots of this rank's tokens that did not travel, plus the number of slots that arrived and have no room.
+        max_rows: the number of rows that the experts have room for; None: M j.
     """
 
     rows: Tensor | StraightThrough
@@ -61,7 +61,7 @@ class Arrived(NamedTuple):
 
 @runtime_checkable
 class Transport(Protocol):
-    """How tokens travel: the parts of static size of this module, or an object around another library.
+    """How tokens travel: a class of this module, or an object of the caller's around another library.
 
     All ranks call both methods, in the same order, also ranks without tokens. `dispatch` is differentiable in tokens
     and weights, `combine` in the results. A transport may also have `begin_dispatch` and `begin_combine`, with the same
@@ -74,13 +74,13 @@ class Transport(Protocol):
         ...
 
     def combine(self, y: Tensor, handle: Any) -> Tensor:
-        """[T, H]: for each token the sum of the results y [M, H] of its rows, in fp32, rounded once."""
+        """Returns [T, H]: for each token the sum of the results y [M, H] of its rows, in fp32, rounded once."""
         ...
 
 
 class Way(NamedTuple):
-    """How rows went: the slot in each row sent [P B], the row of each slot [T, k], and if only the rows in use travel,
-    how many were sent to each rank and how many came from it, int64 [P] each.
+    """Where the rows went: the slot in each row that was sent [P B], and the row of each slot [T, k]. If only the rows
+    in use travel, also how many were sent to each rank and how many came from it, int64 [P] each.
     """
 
     source: Tensor
@@ -94,13 +94,13 @@ name_in_files(Arrived, Way)
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Parts of a static size for every pair of ranks; no size is read on the host.
+    """Sends one part of a static size from every rank to every rank; no size is read on the host.
 
     Attributes:
-        process_group: of the P ranks; rank r has experts r L to (r + 1) L - 1.
-        budget_factor: a rank sends a rank at most this many times the mean number of rows; rows beyond are dropped.
-            None: as many as there can be.
-        codes: a format with scales per row in which tokens travel; None: in their dtype.
+        process_group: the group of the P ranks; rank r has experts r L to (r + 1) L - 1.
+        budget_factor: a rank sends to one rank at most this many times the mean number of rows; rows beyond are
+            dropped. None: as many as there can be.
+        codes: the format, with scales per row, in which tokens travel; None: they travel in their dtype.
         once_per_rank: whether a token is sent to a rank once, for all its experts there.
     """
 
@@ -110,7 +110,7 @@ class AllToAll:
     once_per_rank: bool = False
 
     def option(self, experts: Tensor, num_experts: int) -> Exchange:
-        """The facts of the exchange of experts [T, k]."""
+        """Returns the facts of the exchange for tokens with experts [T, k]."""
         fixed = (num_experts, experts.shape[1], self.budget_factor)
         num_experts, slots, factor = [_codec.constant(each) for each in fixed]
         tokens = experts.shape[0]
@@ -158,20 +158,23 @@ class AllToAll:
         return lambda: _exchange.sums(rows(handle.went), handle.source, handle.inverse)
 
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Arrived:
-        """As in `Transport`; M = P B rows, -1 where a budget was not used up, j = 1, or min(k, L) once per rank."""
+        """Does what `Transport.dispatch` describes, with M = P B and j = 1, or min(k, L) with `once_per_rank`.
+
+        Rows that are not used have the expert -1.
+        """
         return self.begin_dispatch(x, experts, weights, num_experts)()
 
     def combine(self, y: Tensor, handle: Way) -> Tensor:
-        """As in `Transport`."""
+        """Sends results back and sums them, as `Transport.combine` describes."""
         return self.begin_combine(y, handle)()
 
 
 @dataclass(frozen=True, eq=False)
 class SymmetricMemory(AllToAll):
-    """As `AllToAll`, but only the rows in use travel, through PyTorch's symmetric memory and NVSHMEM.
+    """Works as `AllToAll` does, but only the rows in use travel, through PyTorch's symmetric memory and NVSHMEM.
 
     The numbers of rows stay on the device. Buffers have the size of the budget and are made once per process group,
-    shape and dtype, for all layers; they are not given back. What is small travels as in `AllToAll`.
+    shape and dtype, for all layers; they are never freed. Experts, weights and scales travel as in `AllToAll`.
 
     Raises:
         RuntimeError: this machine has no such memory.
@@ -215,15 +218,16 @@ def transport_option(
     *,
     adapted: bool = False,
 ) -> Transport:
-    """The transport of `function`.
+    """Returns the transport that the arguments of `function` choose.
 
     Args:
         adapted: whether the experts have adapters.
 
     Raises:
-        ValueError: there is none of this name, an option of the exchange beside a transport of the caller's, or codes
-            beside adapters or of a recipe whose scales are not those of single rows. TypeError: no process group, or an
-            object without `dispatch` and `combine`. RuntimeError: the machine lacks what the transport needs.
+        ValueError: no transport has this name; or an option of the exchange is given beside a transport of the
+            caller's; or codes are to be sent beside adapters, or with a recipe whose scales are not those of single
+            rows. TypeError: no process group, or an object without `dispatch` and `combine`. RuntimeError: the machine
+            lacks what the transport needs.
     """
     budget_factor = _codec.constant(budget_factor)
     exchange.check_budget_factor(function, budget_factor)
@@ -267,11 +271,12 @@ def transport_option(
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """What `dispatch` did, for `combine`.
+    """What `combine` has to know about a `dispatch`.
 
     Attributes:
         probs: the router's weight of each row, fp32 [M], 0 where there is no row; differentiable.
-        dropped: slots of all ranks without a row, int32 scalar. overflow: whether there are any, bool scalar.
+        dropped: the number of slots without a row, on all ranks, int32 scalar. overflow: whether there are any, bool
+            scalar.
         permutation, way, transport: where the rows are, and how they were sent.
     """
 
@@ -298,9 +303,9 @@ def dispatch(
 
     Args:
         x: [T, H], the tokens of this rank, as many on every rank; differentiable.
-        experts: integers [T, k], of E; others than 0 to E - 1 are none.
-        weights: [T, k], the router's; they travel as fp32 and come out as `handle.probs`; differentiable.
-        num_experts: E. process_group: of the P ranks.
+        experts: integers [T, k]; numbers other than 0 to E - 1 choose no expert.
+        weights: [T, k], the router's weights; they travel as fp32 and come out as `handle.probs`; differentiable.
+        num_experts: E. process_group: the group of the P ranks.
         transport: "all_to_all", "symmetric_memory", or a `Transport`. budget_factor, once_per_rank: as in `moe`.
 
     Returns:
@@ -334,7 +339,7 @@ def combine(y: Tensor, handle: Handle) -> Tensor:
     it.
 
     Args:
-        y: [M, H]; differentiable. handle: of `dispatch`.
+        y: [M, H]; differentiable. handle: the one that `dispatch` returned.
 
     Returns:
         [T, H] in the dtype of y, rounded once; slots without a row add 0.
@@ -356,8 +361,8 @@ class Layer(NamedTuple):
     Attributes:
         transport: how tokens travel. chunks: number of parts of the tokens; exchanges of one part overlap with the
             experts' work on another.
-        experts: (number of the chunk, rows, local experts, weights, room=) -> results [M, H] of the rows.
-        meanwhile: () -> what is added to y, computed while the first tokens travel; None: nothing.
+        experts: a function (number of the chunk, rows, local experts, weights, room=) -> results [M, H] of the rows.
+        meanwhile: a function () -> a term of y, or None, which is computed while the first tokens travel.
     """
 
     process_group: Any
@@ -368,7 +373,7 @@ class Layer(NamedTuple):
     meanwhile: Callable[[], Tensor | None]
 
     def run(self, x: Tensor, weights: Tensor, experts: Tensor, aux: MoEAux) -> tuple[Tensor, MoEAux]:
-        """(y, aux) of tokens x [T, H] and their experts of all ranks [T, k]; aux is that of all ranks."""
+        """Returns (y, aux) of tokens x [T, H] with experts [T, k] of all ranks; aux covers the tokens of all ranks."""
         parts = list(zip(*(each.tensor_split(self.chunks) for each in (x, experts, weights)), strict=True))
         pending = [_begin_dispatch(self.transport, *each, self.num_experts) for each in parts]
         beside, lost, coming = self.meanwhile(), aux.dropped, []
@@ -444,9 +449,9 @@ def moe(
 
     Args:
         x: [T, H], the tokens of this rank, as many on every rank: pad with tokens that `mask` leaves out.
-        router: [E, H], E of all ranks. k: experts per token.
-        wi, wo: of the L experts of this rank, which start at expert rank * L.
-        process_group: of the P ranks.
+        router: [E, H], with the E experts of all ranks. k: experts per token.
+        wi, wo: the weights of the L experts of this rank, which start at expert rank * L.
+        process_group: the group of the P ranks.
         transport: "all_to_all" exchanges parts of a static size between all ranks, "symmetric_memory" only the rows in
             use, between GPUs with NVSHMEM. Both give the same bits. Or a `Transport`.
         budget_factor: a rank sends to one rank at most this many times the mean number of rows, T k / P; rows beyond
@@ -458,8 +463,8 @@ def moe(
         send: what travels to the experts. "tokens": rows of x, quantised where they arrive. "codes": rows quantised
             where they are sent, half the bytes or less, for recipes whose scales are those of single rows (FP8Block,
             MXFP8); the gradient of wi reads the dequantised codes. None: codes where the recipe allows it.
-        chunks: parts of the tokens, each with exchanges of its own, which overlap with the experts of the others. y and
-            the gradient of x keep their bits, gradients of the experts are sums over the parts.
+        chunks: the number of parts of the tokens; the exchanges of one part overlap with the experts' work on another.
+            y and the gradient of x keep their bits; the gradients of the experts are sums over the parts.
         shared: an expert that every rank holds, computed while the first tokens travel.
         lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum: adapters of the L experts of this rank, as in
             `grouped_mlp`; those of `shared` are replicated. Tokens then travel as they are. The key is the same on all

@@ -31,7 +31,7 @@ planned: list[list[Call]] = []
 
 
 class Fake(NamedTuple):
-    """A recording on specs, and its M: a number, or a multiple of a symbol that specs represent by `SYMBOLIC_ROWS`."""
+    """A recording on specs, and M. If M is a multiple of a symbol, `SYMBOLIC_ROWS` represents that symbol in specs."""
 
     recording: Recording
     rows: Any
@@ -42,7 +42,7 @@ _recordings: Cache[Hashable, Recording] = Cache()
 
 
 def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequence[Leaf], rows: Any) -> Fake:
-    """The recording of `rule`; arguments are those of `record`, except that `rows` may be a symbol."""
+    """Returns the recording of `rule`; arguments are those of `record`, except that `rows` may be a symbol."""
     given = [given_of(each, has_memory=False) for each in leaves]
     plain_rows, of_forms = _places(rule, layouts)
     for at, each in enumerate(given):  # first turn other lengths into numbers, because M may be the same symbol
@@ -66,7 +66,7 @@ def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequ
 
 
 def _symbol_of(rows: Any, lengths: Sequence[Any]) -> Any:
-    """The symbol of which M is a multiple; None if M, or a length that should be M, is a number or anything else."""
+    """Returns the symbol in M; None if M, or one of `lengths`, which must equal M, is not symbolic."""
     times = multiple(rows)
     if not times or not all(is_symbol(n) or (multiple(n) and n.node.expr == rows.node.expr) for n in lengths):
         return None
@@ -74,7 +74,7 @@ def _symbol_of(rows: Any, lengths: Sequence[Any]) -> Any:
 
 
 def _places(rule: Rule, layouts: Sequence[Layout]) -> tuple[set[int], set[int]]:
-    """(leaves that are plain rows [M, ...], leaves of which any axis may depend on M: quantised and derived ones)."""
+    """Returns the positions of plain rows [M, ...], and of leaves in which any axis may depend on M."""
     named = zip(rule.operands._fields, layouts, strict=True)
     fields = [(name, layout) for name, layout in named for _ in range(leaf_count(layout))]
     plain = {at for at, (name, layout) in enumerate(fields) if layout is None and name in rule.rows}
@@ -82,17 +82,17 @@ def _places(rule: Rule, layouts: Sequence[Layout]) -> tuple[set[int], set[int]]:
 
 
 def _number(length: Any, symbol: Any) -> int:
-    """A length as a number; if it depends on `symbol`, its value for M = `SYMBOLIC_ROWS`."""
+    """Returns a length as a number; if it depends on `symbol`, its value for M = `SYMBOLIC_ROWS`."""
     if symbol is None or not isinstance(length, torch.SymInt) or length.node.expr.free_symbols != {symbol.node.expr}:
         return int(length)
     return int(length.node.expr.subs(symbol.node.expr, SYMBOLIC_ROWS))
 
 
 def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, Tensor]:
-    """New tensors, by register, with the shapes of the results that a rule makes.
+    """Makes tensors with the shapes of the new results of a rule, and returns them by register.
 
     Args:
-        leaves: of its operands; the first one that is present determines the device. groups: G.
+        leaves: the leaves of its operands; the first one that is present determines the device. groups: G.
     """
     recording, symbol = found.recording, found.symbol
     shapes: dict[int, Sequence[Any]] = {at: recording.specs[at].shape for at in recording.made()}
@@ -107,12 +107,12 @@ def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, T
 
 
 def _length(number: int, symbol: Any) -> Any:
-    """The length that a number represents: M, a multiple of M (rows of slots), or the number itself."""
+    """Returns the length that a number represents: M, a multiple of M (rows of slots), or the number itself."""
     return number if not number or number % SYMBOLIC_ROWS else symbol * (number // SYMBOLIC_ROWS)
 
 
 def _lengths(form: Form, leaves: Sequence[Any], rows: Any, groups: int) -> dict[int, Sequence[Any]]:
-    """Shapes of the arrays of quantised rows, whose lengths are functions of M."""
+    """Returns, by register, the shapes of the arrays of quantised rows; their lengths are functions of M."""
     spec = spec_in_format(form.format, (rows, form.shape[1]), form.axis, form.dtype, groups)
     parts = [part for part in (spec.values, spec.scales, spec.group_scales) if part is not None]
     pairs = zip(leaves, parts, strict=False)

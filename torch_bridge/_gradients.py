@@ -29,9 +29,9 @@ from torch_bridge.quantized_weight import QuantizedWeight
 
 
 class Owner(NamedTuple):
-    """The module that owns a weight: its Parameters, of which the weight may be a cast, and its queue.
+    """The module that owns a weight: its Parameters (the weight may be a cast of them), and its queue, if it has one.
 
-    `names`: of the Parameters in the module, for messages, each behind `path`; () if they are arguments of a function.
+    Messages name each Parameter by `path` and its name in `names`; these are () for the arguments of a function.
     """
 
     parameters: tuple[Any, ...]
@@ -41,7 +41,7 @@ class Owner(NamedTuple):
 
 
 def names_of(owner: Owner | None, weights: Sequence[Any], argument: str) -> list[str]:
-    """The names that messages use for the tensors of a weight: those in its module, or those of the argument."""
+    """Returns the names of a weight's tensors in messages: those in its module, or those of the argument."""
     if owner is None or not owner.names:
         return leaf_names(weights, argument)
     return [f"{owner.path}{name}" for name in owner.names]
@@ -52,13 +52,13 @@ def names_of(owner: Owner | None, weights: Sequence[Any], argument: str) -> list
 
 
 WeightFacts = tuple[Linear, OperandSpec, tuple[int, ...], bool]
-"""Static facts: the product, its packed weight, the halves of a weight in two tensors, whether to accumulate."""
+"""Static facts: the product, the spec of its packed weight, the halves to compute (0: all), whether to accumulate."""
 
 WeightOperands = namedtuple("WeightOperands", "rows dy sizes into into_up")
 
 
 def weight_grad(run: Any, static: WeightFacts, o: WeightOperands) -> list[Any]:
-    """The rule: the gradient of the weight, or of each of its halves."""
+    """Computes the gradient of a weight, or of each requested half of a weight in two tensors: the operator's rule."""
     op, weight, halves, accumulate = static
     return gradients.half_grads(run, op, weight, halves, *o[:3], into=o[3:], accumulate=accumulate)
 
@@ -68,12 +68,12 @@ _WEIGHT_GRAD = define("weight_grad", weight_grad, WeightOperands, rows=("rows", 
 
 @dataclass(slots=True, eq=False)
 class WeightGradient:
-    """The gradient of one weight, computed later unless it is `made`: dW_g = sum rows^T dy over the rows of group g.
+    """The gradient of one weight: dW_g = sum rows^T dy over the rows of group g. It is computed when it is delivered.
 
     Attributes:
-        op: the product. weight: spec of the packed weight. rows: [M, K], dy: [M, N], as the main gradients return them.
-        count: M.
-        made: the gradient and its second half, if they were computed along with others; then rows and dy are None.
+        op: the product. weight: the spec of the packed weight. count: M.
+        rows: [M, K], dy: [M, N], as the main gradients return them; None if the gradient is `made`.
+        made: the gradient and its second half (or None), if an operator computed it along with others.
     """
 
     op: Linear
@@ -85,7 +85,7 @@ class WeightGradient:
     made: Sequence[Any] = field(default=(None, None), kw_only=True)
 
     def new(self, trained: Sequence[int], count: int, *, packed: bool) -> list[Any]:
-        """New gradients for the tensors at `trained` of a weight of `count` tensors; `packed`: it is one tensor."""
+        """Returns new gradients of the tensors at `trained`, of `count` tensors. `packed`: the weight is one tensor."""
         whole, up = self.made
         if whole is not None:
             return [whole, up] if self.op.paired else [whole] if packed else list(whole.unbind())
@@ -101,7 +101,7 @@ class WeightGradient:
     def into(
         self, destinations: list[Tensor], trained: Sequence[int], accumulate: bool, *, count: int, packed: bool
     ) -> None:
-        """The same gradients, written or added into the caller's tensors, one for each of `trained`."""
+        """Writes the gradients of the tensors at `trained` into the caller's `destinations`, or adds them to these."""
         into: Any
         into, into_up = (*destinations, None)[:2]
         if not packed and not self.op.paired:  # frozen members of a list have no destination
@@ -114,16 +114,16 @@ class WeightGradient:
         return tuple([at + 1 for at in trained]) if self.op.paired else (0,)
 
     def launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
-        """Computes the weight or these halves of it, into the destinations or into new tensors, which it returns."""
+        """Computes the gradient, or these halves of it, in the destinations or in new tensors, which it returns."""
         operands = (self.rows, self.dy, self.sizes, into, into_up)  # those of WeightOperands
         return call_prepared(prepare(_WEIGHT_GRAD, (self.op, self.weight, halves, accumulate)), operands, self.count)
 
     def read(self) -> tuple[Any, ...]:
-        """What a launch reads besides the sizes."""
+        """Returns the operands that a launch reads besides the sizes."""
         return self.rows, self.dy
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that it keeps alive."""
+        """Returns the tensors that this object keeps alive."""
         return tensors_of(*self.read(), self.sizes)
 
 
@@ -136,13 +136,13 @@ class Route:
     """Where the gradient of one weight goes; forward determines it.
 
     Attributes:
-        name: of the argument, for messages. parts: number of tensors of the weight. packed: whether it is one tensor.
-        trained: the tensors that need a gradient.
+        name: the argument's name in messages. packed: whether the weight is one tensor with all groups.
+        parts: the number of the weight's tensors. trained: the positions of those that need a gradient.
         owners: the tensors or Parameters, if gradients go to accumulators or to a queue; () if they go to autograd.
-        accumulators: () if `main_grad` of the owners is used. queue: of delayed gradients.
+        accumulators: the destinations; () for `main_grad` of the owners. queue: that of delayed gradients, or None.
         flags: whether flags of the owners are set after accumulation.
-        overwrite: for each tensor, whether its gradient replaces the content; None: ask the owners.
-        owner: the module whose Parameters `owners` are, for messages.
+        overwrite: for each tensor, whether its gradient replaces the content; None: the owner's attribute says so.
+        owner: the module whose Parameters are `owners`; messages use its names.
     """
 
     name: str
@@ -165,7 +165,7 @@ class Route:
         *,
         to_main_grad: bool,
     ) -> Route:
-        """The same for gradients that go to accumulators, to `main_grad`, or to the queue of the owner.
+        """Returns the route for a call whose gradients may go to accumulators, to `main_grad` or to a queue.
 
         Args:
             leaves: the tensors that receive gradients; () for a quantised weight without a master weight.
@@ -181,7 +181,7 @@ class Route:
         return Route(*facts, owners, accumulators, queue, flags, overwrite, owner)
 
     def deliver(self, gradient: WeightGradient | None, earlier: main_grad.Earlier = None) -> list[Tensor | None]:
-        """The gradient for each tensor of the weight, None where it goes elsewhere; it is computed now, or queued.
+        """Computes or queues the gradient; returns for each tensor what autograd gets, None if it goes elsewhere.
 
         `earlier`: as in `main_grad.write`.
         """
@@ -214,7 +214,7 @@ def check_listed_once(*products: tuple[str, Sequence[Any]]) -> None:
     """Refuses a weight that is passed twice in one call if its gradient is accumulated or delayed.
 
     Args:
-        products: for each, the argument's name, and the `owners` of its route.
+        products: for each product, the name of the weight argument and the `owners` of its route.
 
     Raises:
         ValueError: two weights that need a gradient are the same tensor, or overlap in memory.
@@ -242,12 +242,12 @@ def _apart(trained: Sequence[Any]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _addresses_apart(addresses: bytes, lengths: tuple[int, ...]) -> bool:
-    """The result is cached, because weights usually keep their addresses."""
+    """Whether no two of these memory ranges overlap; cached, because weights usually keep their addresses."""
     return memory.are_apart(list(zip(memoryview(addresses).cast("q").tolist(), lengths, strict=True)))
 
 
 def _place(weight: Any) -> tuple[int, int]:
-    """(address, bytes) of a weight; without memory, its identity instead."""
+    """Returns (address, bytes) of a weight; if it has no memory, its identity as the address."""
     if type(weight) not in (Tensor, torch.nn.Parameter):
         weight = weight.q.values if isinstance(weight, QuantizedWeight) else local(weight)
     return (at, weight.nbytes) if (at := address(weight)) else (id(weight), 1)

@@ -14,7 +14,7 @@ from grouped_core.safetensors_file import numpy_dtype
 
 
 class _Torch:
-    """As in `grouped_core.layout_steps.Arrays`."""
+    """Implements `grouped_core.layout_steps.Arrays` for tensors."""
 
     def stack(self, arrays: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(arrays))
@@ -33,12 +33,12 @@ TORCH = _Torch()
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Its name, as NumPy and ml_dtypes spell it."""
+    """Returns the name of a dtype as NumPy and ml_dtypes spell it."""
     return str(dtype).removeprefix("torch.")
 
 
 def to_numpy(value: Tensor) -> NDArray[Any]:
-    """The values on the host, as an array of the same bits."""
+    """Returns the values on the host, as an array of the same bits."""
     host = value.detach().cpu().resolve_neg().contiguous()
     dtype = numpy_dtype(name_of(value.dtype))
     if not host.numel():

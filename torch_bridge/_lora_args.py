@@ -1,4 +1,4 @@
-"""Checks the adapters of `grouped_linear` and of the MLPs, beside the arguments of the frozen base.
+"""Checks the adapters of `grouped_linear` and of the MLPs, together with the arguments of the frozen base operation.
 
 Letters: G groups, K in, N out, r rank.
 """
@@ -44,23 +44,23 @@ _codec.register(Adapter, Adapters, Factors, LoraNeeds, LoraMlpNeeds)  # static f
 
 LORA_NAMES = (f"{LORA}[0]", f"{LORA}[1]")
 MLP_LORA_NAMES = tuple(f"{place}[{at}]" for place in lora_mlp.PLACES for at in (0, 1))
-"""Names of A and B of wi, and of wo."""
+"""The names of A and B of wi, and of A and B of wo, in messages."""
 
 
 class Adapted(NamedTuple):
-    """The operation of a frozen weight and its adapter."""
+    """A linear operation with a frozen weight, and the adapter of that weight."""
 
     base: Linear
     adapter: Adapter
 
     @property
     def names(self) -> Names:
-        """Those of the base product's arguments."""
+        """The names of the base product's arguments."""
         return self.base.names
 
 
 class AdaptedSpecs(NamedTuple):
-    """Specs of the operands of the base; of A and B, or of those of both weights."""
+    """The specs of the base operation's operands, and the specs of the factors: A and B of each weight."""
 
     base: Any
     factors: Any
@@ -84,7 +84,7 @@ def adapted_arguments(
     implementation: str | Sequence[str] | None,
     caches: tuple[WeightForms | None, ...] = (None,),
 ) -> Arguments:
-    """The checked arguments of `grouped_linear` with an adapter (a, b); it raises the same errors."""
+    """Checks the arguments of `grouped_linear` with an adapter (a, b) and returns them; it raises the same errors."""
     adapter = lora.option(LORA, lora_scaling, lora_dropout, lora_key)
     own = (x, weight, group_sizes, rhs_transposed, bias, row_scale, scale_bias, recipe)
     base = linear_arguments(*own, None, implementation)
@@ -97,46 +97,52 @@ def adapted_arguments(
 
 @lru_cache(maxsize=1024)
 def _adapted(op: Linear, specs: Any, adapter: Adapter, factors: Any, key: ArraySpec | None, lists: Lists) -> Checked:
-    """The checked adapter of a checked operation; a function of facts, so that what follows is found once."""
+    """Checks an adapter beside its checked base operation; cached, so that what follows is found only once."""
     lora.check(op, adapter, specs[0], specs[1], *factors, key)
     return Checked(Adapted(op, adapter), AdaptedSpecs(specs, factors), lists, LORA_NAMES)
 
 
 class AdaptedMlp(NamedTuple):
-    """The operation of an MLP with frozen weights and their adapters."""
+    """An MLP with frozen weights, and the adapters of these weights."""
 
     base: Mlp
     adapters: Adapters
 
     @property
     def names(self) -> MlpNames:
-        """Those of the arguments of the MLP."""
+        """The names of the MLP's arguments."""
         return self.base.names
 
     @property
     def recipe(self) -> Recipe | None:
-        """That of the products with the frozen weights."""
+        """The recipe of the products with the frozen weights."""
         return self.base.recipe
 
     @property
     def max_rows(self) -> int | None:
-        """That of tokens."""
+        """The largest number of rows of the tokens, or None."""
         return self.base.max_rows
 
 
 def adapted_mlp_arguments(*arguments: Any) -> Arguments:
-    """The checked arguments of `grouped_mlp` with adapters.
+    """Checks the arguments of `grouped_mlp` with adapters and returns them.
 
     Args:
-        arguments: of `mlp_arguments` up to `residuals`; A and B of wi, A and B of wo, each or None; `lora_scaling`,
-            `lora_dropout`, `lora_key`; accumulators as `Factors`, text or None; `implementation`; perhaps the caches.
+        arguments: those of `mlp_arguments` up to `residuals`; then A and B of wi, A and B of wo, each of them or None;
+            `lora_scaling`, `lora_dropout`, `lora_key`; accumulators as `Factors`, text or None; `implementation`; and
+            optionally the caches of the layers.
     """
     return _of_mlp("grouped_mlp", mlp_arguments, arguments, 11)
 
 
 def adapted_routed_arguments(*arguments: Any) -> Arguments:
-    """The checked arguments of `routed_mlp` with adapters: as in `adapted_mlp_arguments`, with `max_rows` behind
-    `residuals`; tokens are plain.
+    """Checks the arguments of `routed_mlp` with adapters and returns them.
+
+    Args:
+        arguments: as in `adapted_mlp_arguments`, with `max_rows` after `residuals`.
+
+    Raises:
+        TypeError: the tokens are quantised. Also the errors of `routed_mlp`.
     """
     if isinstance(arguments[0], (QTensor, StraightThrough)):
         raise TypeError(
@@ -179,11 +185,11 @@ def _adapted_mlp(
 
 
 class _FactorArguments:
-    """The factors of adapters, checked as operands beside those of the base.
+    """The factors of adapters, checked as operands together with those of the base operation.
 
     Attributes:
         leaves: for each factor, the tensors that receive its gradient; [] for one that is absent.
-        specs: of the factors, None where absent. key: spec of the key of the dropout.
+        specs: the specs of the factors, None for one that is absent. key: the spec of the dropout's key, or None.
     """
 
     def __init__(
@@ -211,10 +217,11 @@ class _FactorArguments:
     def arguments(
         self, checked: Checked, weights: tuple[str, ...], accums: Any, caches: tuple[WeightForms | None, ...]
     ) -> Arguments:
-        """The arguments of the operation with adapters.
+        """Returns the arguments of the operation with adapters.
 
         Args:
-            weights: names of the frozen weights. accums: one for each factor or None, or "main_grad".
+            weights: the names of the frozen weights. accums: one accumulator or None per factor, or "main_grad", or
+                None.
         """
         to_main_grad = isinstance(accums, str)
         accumulators: tuple[Sequence[Tensor | None], ...] = ((),) * len(self.leaves)
@@ -250,5 +257,5 @@ def _frozen(base: Arguments) -> list[tuple[str, Any]]:
 
 
 def _accum(factor: str) -> str:
-    """The name of the accumulator of a factor."""
+    """Returns the name of the accumulator of a factor in messages."""
     return f"{LORA}_wgrad_accum{factor.removeprefix(LORA)}"

@@ -20,7 +20,7 @@ EXCHANGE = _native.Exchange(Tensor, torch.nn.Parameter, torch.get_num_threads)
 """Reads tensors without asking Python for their attributes."""
 
 FactsCache = _native.FactsCache
-"""Results by the facts of operands, as `EXCHANGE.describe` gives them."""
+"""A cache of results whose keys are the facts of operands that `EXCHANGE.describe` returns."""
 
 # NOTE: the public functions build a Stream object, check for initialisation, or go through the dispatcher once more,
 # which takes one to several microseconds per call. A tensor on the device proves that CUDA is initialised, and compiled
@@ -33,14 +33,14 @@ empty_on_cuda: Callable[..., Tensor] = _dynamo.guards._empty_strided_cuda  # on 
 
 @dataclass(slots=True, eq=False)
 class Places:
-    """Where tensors of one length lie; one object for the same addresses, so that facts about it are cached by it."""
+    """Addresses of tensors of one length. Equal addresses give one object, so that facts about it can be cached."""
 
     starts: list[int]  # in order
     length: int
 
 
 def places_apart(written: Sequence[Tensor], weights: Sequence[Tensor], rows: Sequence[object]) -> Places | None:
-    """Where the plain tensors `written` lie; None if one overlaps another one, the weights, or a plain one of `rows`.
+    """Returns the addresses of the plain tensors `written`; None if one overlaps another, a weight or one in `rows`.
 
     All tensors of `written` have one shape, and so have those of `weights`. The result is cached by the addresses of
     both, which usually do not change.
@@ -65,7 +65,7 @@ def places_apart(written: Sequence[Tensor], weights: Sequence[Tensor], rows: Seq
 
 @lru_cache(maxsize=1024)
 def _places(addresses: bytes, written: int, length: int, other: int) -> Places | None:
-    """The places of the first `written` addresses; None if two of the memory ranges overlap."""
+    """Returns the places of the first `written` addresses; None if two of the memory ranges overlap."""
     found = memoryview(addresses).cast("q").tolist()
     lengths = [length] * written + [other] * (len(found) - written)
     is_apart = memory.are_apart([*zip(found, lengths, strict=True)])
@@ -83,7 +83,7 @@ ALIGNMENT = 16
 
 
 def address_table(addresses: bytes, device: int) -> Tensor:
-    """[G] int64 on the CUDA device with that index (-1: the CPU): those of `EXCHANGE.addresses`.
+    """Returns int64 [G] on the CUDA device with that index (-1: the CPU): the addresses from `EXCHANGE.addresses`.
 
     A table depends only on the addresses, so it is cached by them, and parameters that move get another one.
     """
@@ -97,7 +97,7 @@ def address_table(addresses: bytes, device: int) -> Tensor:
 
 
 def number_table(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Host integers as int64 on a device; cached like address tables."""
+    """Returns host integers as int64 on a device; cached in the same way as address tables."""
     packed, index = array("q", numbers).tobytes(), -1 if device.type == "cpu" else device.index
     if index >= 0 and torch.cuda.is_current_stream_capturing():
         return _new_table(packed, index)

@@ -1,4 +1,4 @@
-"""Gradients of operations that are not differentiable themselves."""
+"""Gives gradients a history that refuses to be differentiated, for operations without a second derivative."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 def once_differentiable(
     name: str, found: Sequence[Tensor | None], sources: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients with a history that refuses to be differentiated.
+    """Returns gradients with a history that refuses to be differentiated.
 
     Args:
-        name: of the operation, for the message. sources: the tensors from which the gradients were computed.
+        name: the operation's name in the message. sources: the tensors from which the gradients were computed.
     """
     apart = (None if each is None else each.detach().requires_grad_() for each in found)  # always a history
     return _Once.apply(name, len(found), *apart, *sources)

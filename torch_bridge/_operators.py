@@ -2,8 +2,8 @@
 
 `call` is the only way from a rule to its kernels. For plain tensors without tracing it replays the rule's recorded
 program directly. In all other cases (torch.compile, fake and meta tensors, dispatch modes, profilers) it calls an
-operator. Operators take tensors and text: the leaves of all operands, with those that are written in a list of their
-own, and a description of them.
+operator. An operator takes the leaves of all operands in two lists, of tensors to read and of tensors to write, and a
+text that describes them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _Facts(NamedTuple):
     """The content of an operator's text argument.
 
     Attributes:
-        static: facts of the rule. layouts: of its operands.
-        kinds: for each leaf: whether there is a tensor, or for a list the number of tensors and the positions without.
+        static: the static facts of the rule. layouts: the layouts of its operands.
+        kinds: for each leaf, whether there is a tensor; for a list, (number of tensors, positions without a tensor).
     """
 
     static: Any
@@ -40,7 +40,7 @@ class _Facts(NamedTuple):
 _codec.register(_Facts)
 _LIBRARY = torch.library.Library("torch_bridge", "DEF")
 _NAMES: dict[str, list[str]] = {}
-"""The operators of each rule, by the name of the rule."""
+"""The names of each rule's operators, by the name of the rule."""
 
 
 def define(
@@ -59,9 +59,9 @@ def define(
     The latter are needed because functionalisation does not support a mutating operator that returns a list.
 
     Args:
-        name, run, operands, rows, written, notes_sizes, derived: of the `Rule`.
-        statics: classes among its static facts.
-        most_results: how many tensors it makes at most where it writes into arguments; a quantised form is up to three.
+        name, run, operands, rows, written, notes_sizes, derived: the fields of the `Rule`.
+        statics: the classes in its static facts.
+        most_results: how many tensors a call that writes makes at most; a quantised form has up to three.
     """
     rule = Rule(name, run, operands, frozenset(rows), frozenset(written), notes_sizes, frozenset(derived))
     _codec.register(*statics)
@@ -76,7 +76,7 @@ _READ, _STATIC = "Tensor[] read", "str facts, SymInt rows"
 
 
 def operators_of(*rules: Rule) -> set[Any]:
-    """All operators of rules, as dispatch modes see them."""
+    """Returns all operators of rules, as dispatch modes see them."""
     return {getattr(torch.ops.torch_bridge, name).default for rule in rules for name in _NAMES[rule.name]}
 
 
@@ -89,7 +89,7 @@ def _define(name: str, schema: str, rule: Rule) -> None:
 
 
 def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
-    """The results of `rule`: new tensors, and operands that it returns unchanged.
+    """Runs `rule` and returns its results: new tensors, and operands that it returns unchanged.
 
     Args:
         static: the rule's static facts. operands: an instance of its operand class. rows: M.
@@ -99,14 +99,14 @@ def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:
 
 
 def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any, ...]], rows: Any) -> list[Any]:
-    """`call` of a rule with its static facts; results of several leaves are `Flat`, and operands may be.
+    """Runs a prepared rule, as `call` does, but results of several leaves are `Flat`, and operands may be.
 
     Args:
         rows: M.
-        operands: in the order of its operand class, of which an instance takes longer to make than a tuple; or a list
-            with only that, which is emptied, so that operands are freed as soon as no launch reads them. The caller's
-            frame may hold an argument itself until the call returns: it does under a hook of frame evaluation, which
-            Dynamo leaves after a failed compilation.
+        operands: a tuple in the order of the rule's operand class, because making an instance of that class takes
+            longer; or a list that holds only this tuple. The list is emptied, so that operands are freed as soon as no
+            launch reads them. A tuple may live until the call returns: the caller's frame holds its arguments under the
+            frame evaluation hook that Dynamo leaves after a failed compilation.
     """
     is_plain = _modes() == 0 and not _profiling()
     if is_plain and not debug_flags():
@@ -139,7 +139,7 @@ _profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyright
 def _taken(
     rule: Rule, static: Any, layouts: tuple[Layout, ...], leaves: Sequence[Leaf]
 ) -> tuple[list[Tensor], list[Tensor], str]:
-    """Leaves as arguments of an operator: the tensors that it reads, those that it writes, their description."""
+    """Converts leaves to an operator's arguments: the tensors to read, the tensors to write, and the text."""
     read: list[Tensor] = []
     written: list[Tensor] = []
     kinds: list[Any] = []
@@ -153,13 +153,13 @@ def _taken(
 
 @lru_cache(maxsize=1024)
 def _written(rule: Rule, layouts: tuple[Layout, ...]) -> tuple[bool, ...]:
-    """For each leaf, whether it is written."""
+    """Returns for each leaf whether it is written."""
     pairs = zip(rule.operands._fields, layouts, strict=True)
     return tuple([leaf for name, layout in pairs for leaf in written_leaves(layout, written=name in rule.written)])
 
 
 def _arguments(rule: Rule, *arguments: Any) -> tuple[_Facts, list[Any], Any]:
-    """(facts, leaves, M) of an operator's arguments, which `_taken` made from the leaves."""
+    """Restores (facts, leaves, M) from the arguments of an operator, which `_taken` made."""
     read, *written, text, rows = arguments
     facts = _codec.from_text(text)
     sources = {False: iter(read), True: iter(written[0] if written else ())}
@@ -175,7 +175,7 @@ def _arguments(rule: Rule, *arguments: Any) -> tuple[_Facts, list[Any], Any]:
 
 
 def _results(tensors: list[Tensor], arguments: Sequence[Any]) -> Any:
-    """The return value of an operator: a list, or as many tensors as its schema declares."""
+    """Returns what an operator returns: a list, or as many tensors as its schema declares."""
     if len(arguments) == 3:
         return tensors
     return tensors[0] if len(tensors) == 1 else tuple(tensors) if tensors else None

@@ -1,4 +1,4 @@
-"""States of optimisers in another layout: every tensor of a parameter's shape moves as the parameter does (CKP-4)."""
+"""Converts states of optimisers to another layout; a tensor of a parameter's shape moves as the parameter (CKP-4)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def convert_optimizer(
     target_layout: str = "torch_bridge",
     interleave: int | tuple[int | None, int | None] | None = None,
 ) -> dict[str, Any]:
-    """The state dict of an optimiser for the same parameters in another layout, such as one per expert.
+    """Returns the state dict of an optimiser for the same parameters in another layout, such as one tensor per expert.
 
     Args:
-        state: `optimizer.state_dict()`. names: of its parameters in their order, those of all groups one after another;
-            a module stands for its `named_parameters()`.
-        target: the parameters of the new optimiser in their order, by name, or their module.
+        state: `optimizer.state_dict()`. names: the names of the optimiser's parameters in its order, one parameter
+            group after another; or a module, whose `named_parameters()` have that order.
+        target: the parameters of the new optimiser by name, in its order; or their module.
         source_layout, target_layout: names of `grouped_core.layouts.LAYOUTS`. interleave: as in `convert`.
 
     Returns:
@@ -126,7 +126,7 @@ def _listed(names: Names) -> list[str]:
 
 
 def _facts(names: Names) -> dict[str, Facts]:
-    """The facts of the parameters themselves, if they were passed."""
+    """Returns the facts of the parameters themselves, if they were passed."""
     given: Any = dict(names.named_parameters()) if isinstance(names, Module) else names
     if not isinstance(given, Mapping):
         return {}
@@ -134,7 +134,11 @@ def _facts(names: Names) -> dict[str, Facts]:
 
 
 def _plain(listed: Sequence[str], params: Mapping[str, Tensor]) -> Plan:
-    """Of an optimiser without tensors, such as SGD without momentum, before its first step."""
+    """Returns the plan for a state without tensors, such as SGD's without momentum: parameters keep their names.
+
+    Raises:
+        ValueError: the names of the parameters differ.
+    """
     if list(params) != list(listed):
         raise ValueError(
             "`state` of convert_optimizer: no tensors of parameters, expected some to tell which belong together; pass "
@@ -165,7 +169,7 @@ def _numbered(new: Mapping[str, dict[str, Any]], params: Mapping[str, Tensor]) -
 def _groups(
     state: Mapping[str, Any], made: Plan, by_name: Mapping[str, int], params: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """The groups of parameters with the numbers of the new ones."""
+    """Returns the parameter groups, with the numbers of the new parameters."""
     group_of = {at: number for number, group in enumerate(state["param_groups"]) for at in group["params"]}
     numbers: dict[str, int] = {}
     for move in made.moves:

@@ -59,12 +59,12 @@ def quantized(
     key: Tensor | None = None,
     stream: int = 0,
 ) -> list[QTensor[Tensor]]:
-    """Rows (with group sizes) or weights in the requested forms; forms of one format come from one pass.
+    """Quantises rows (with group sizes) or weights in the requested forms; one pass makes all forms of one format.
 
     Args:
         scale: [G], scales of delayed scaling. amax: [G], updated with the amax of forms with delayed scaling; None: it
-            is not measured. key: uint32 [2], of stochastic rounding.
-        stream: number of the random stream, which separates the operands that share a key.
+            is not measured. key: uint32 [2], the key of stochastic rounding.
+        stream: the number of the random stream; operands that share a key have different numbers.
     """
     rows = source.shape[0] if sizes is not None and isinstance(source, Tensor) else 0
     return call(_QUANTIZE, _Quantize(wanted, stream), _Source(source, sizes, scale, key, None, amax, None), rows)
@@ -106,7 +106,7 @@ _DEQUANTIZE = define("dequantize", _dequantize, _Codes, _Dequantize, rows=("q",)
 
 
 def dequantized(q: QTensor[Tensor], sizes: Tensor | None, dtype: str) -> Tensor:
-    """The values of q in its logical shape, from a form that is not rotated if q has one."""
+    """Returns the values of q in its logical shape, from a form that is not rotated if q has one."""
     return call(_DEQUANTIZE, _Dequantize(dtype), _Codes(quantizing.unrotated(q), sizes), q.shape[0])[0]
 
 
@@ -144,7 +144,7 @@ def _updated(scale: Tensor, history: Tensor, fp8_max: Tensor, algorithm: str) ->
 
 @torch.compiler.allow_in_graph
 def _update_node(*arguments: Any) -> Tensor:
-    """`_updated` as one node of a graph; a node must have a result."""
+    """Runs `_updated` as one node of a graph; a node must have a result."""
     return _updated(*arguments)
 
 

@@ -65,12 +65,13 @@ class Rule:
     """A rule of `grouped_core` that runs as an operator of this package.
 
     Attributes:
-        name: of the operator.
-        run: (runner, static facts, operands) -> results, each of which is an operand, a new array, or None.
+        name: the name of the operator.
+        run: a function (runner, static facts, operands) -> results: operands, new arrays, or None.
         operands: the named tuple class of the operands.
         rows: the fields of `operands` that have M rows. written: the fields that are written.
         notes_sizes: whether GROUPED_DEBUG=sizes checks `sizes`.
-        derived: the fields whose lengths follow from M without being M, such as rows of slots beside tokens.
+        derived: the fields whose lengths follow from M without being M, such as the rows of all slots if M counts
+            tokens.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Rule:
 
 
 class Prepared:
-    """A rule with its static facts, and the programs that were planned for it, by the facts of its operands."""
+    """A rule with its static facts, and a cache of its planned programs by the facts of the operands."""
 
     __slots__ = ("programs", "rule", "run", "static")
 
@@ -95,7 +96,7 @@ class Prepared:
 
 
 prepare = lru_cache(maxsize=1024)(Prepared)
-"""(rule, static facts) -> the same object each time. Callers that run often keep it, because hashing takes time."""
+"""Returns the one `Prepared` of (rule, static facts). Callers that run often keep it, because hashing takes time."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class Register(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What has a register but no tensor: a row of a leaf, or a temporary among others in one tensor.
+    """An array with a register but no tensor of its own: a row of a leaf, or one of several temporaries in a tensor.
 
     Launches find it at an offset from the address of the tensor.
     """
@@ -161,7 +162,7 @@ class Recorder:
         self.rows: dict[int, Part] = {}
 
     def given(self, leaf: Given | None) -> Register | Listed | None:
-        """The array that represents a leaf in the rule."""
+        """Returns the array that represents a leaf in the rule."""
         if leaf is None:
             return None
         if leaf.listed:
@@ -169,14 +170,14 @@ class Recorder:
         return self.register(leaf.spec)
 
     def row(self, leaf: Register, at: int) -> Register:
-        """Row `at` of a leaf, the first step of it if that has steps: float32 [G]."""
+        """Returns row `at` of a leaf, or the first step of that row if the leaf is a history: float32 [G]."""
         size = math.prod(leaf.spec.shape[1:]) * TORCH_DTYPES[leaf.spec.dtype].itemsize
         found = self.register(ArraySpec(leaf.spec.shape[-1:], leaf.spec.dtype))
         self.rows[found.at] = Part(leaf.at, at * size)
         return found
 
     def register(self, spec: ArraySpec) -> Register:
-        """A new register."""
+        """Returns a new register."""
         self.specs.append(spec)
         return Register(len(self.specs) - 1, spec)
 
@@ -207,7 +208,7 @@ class Output(NamedTuple):
     """One result of a rule: its layout, and what its leaves are, as `_native.Program` takes them.
 
     Attributes:
-        leaves: new registers; -1 for nothing, and -2 - n for leaf n of the operands.
+        leaves: for each leaf, the register of a new array, -1 for nothing, or -2 - n for leaf n of the operands.
     """
 
     layout: Layout
@@ -236,10 +237,11 @@ class Recording(NamedTuple):
 def record(
     rule: Rule, static: Hashable, layouts: Sequence[Layout], leaves: Sequence[Given | None], rows: int
 ) -> Recording:
-    """Runs `rule` on what is known about its operands; raises what the rule raises.
+    """Records the steps of `rule` for operands that are described by `leaves`; raises what the rule raises.
 
     Args:
-        static: its static facts. layouts: of its operands. leaves: of all operands. rows: M.
+        static: the rule's static facts. layouts: the layouts of its operands. leaves: what is known about the leaves of
+            all operands. rows: M.
     """
     run = Recorder()
     held = [run.given(leaf) for leaf in leaves]
@@ -261,15 +263,15 @@ def _register(leaf: Register | Listed) -> int:
 
 
 def _typed(scales: Register, fmt: Any) -> Register:
-    """Block scales in the dtype that rules expect; as leaves, E8M0 scales are uint8."""
+    """Returns block scales in the dtype that rules expect; as leaves, E8M0 scales are uint8."""
     return scales._replace(spec=scales.spec._replace(dtype=fmt.scales)) if scales.spec.dtype == "uint8" else scales
 
 
 def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any) -> list[Any]:
-    """The results of a rule, those of several leaves as `Flat`; operands among them are returned as they were passed.
+    """Assembles the results of a rule, those of several leaves as `Flat`; operands among them stay as they were passed.
 
     Args:
-        leaves: of the operands. made: the new tensors by register.
+        leaves: the leaves of the operands. made: the new tensors by register.
     """
     results = []
     for layout, places in outputs:
@@ -286,10 +288,10 @@ class Program(NamedTuple):
     """A recording planned for one device.
 
     Attributes:
-        steps: allocates, launches, and returns the results, those of several leaves as `Flat`.
+        steps: the native program: it allocates, launches, and returns the results, those of several leaves as `Flat`.
         made: the positions of new tensors among the leaves of the results, each tensor once.
         sizes: the leaf that GROUPED_DEBUG=sizes checks, or None.
-        device: the CUDA device, -1 on the CPU.
+        device: the index of the CUDA device; -1 for the CPU.
     """
 
     steps: _native.Program
@@ -324,10 +326,10 @@ def _program(
 
 
 def _addresses(recording: Recording, leaves: Sequence[Leaf]) -> list[int]:
-    """For each register, an address as aligned as that of every operand with the facts of `leaves`.
+    """Returns an address for each register, from which the planner learns only whether it is aligned.
 
-    These facts include whether an address is aligned. Memory that a replay allocates is aligned, and so are
-    tables.
+    The program will run on all operands with the facts of `leaves`, which include whether an address is aligned. Memory
+    that a replay allocates is aligned, and so are tables; their address is 0 here.
     """
     found = [each.data_ptr() if isinstance(each, Tensor) else 0 for each in leaves if each is not None]
     found += [0] * (len(recording.specs) - recording.given)
@@ -350,7 +352,7 @@ LINE = 256
 
 
 def _temporaries(recording: Recording) -> tuple[dict[int, int], int]:
-    """(byte offsets of the small temporaries in the tensor that they share, by register; its bytes)."""
+    """Returns (by register, the offset of each small temporary in their common tensor; the bytes of that tensor)."""
     tensors = set(recording.made())  # what has to be a tensor of its own
     for step in recording.steps:
         if isinstance(step, Cast):
@@ -369,7 +371,7 @@ def _temporaries(recording: Recording) -> tuple[dict[int, int], int]:
 
 
 def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple[list[tuple[Any, ...]], int, int]:
-    """(the steps as `_native.Program` takes them, number of registers, bytes of the largest workspace)."""
+    """Plans a recording. Returns (steps for `_native.Program`, number of registers, bytes of the largest workspace)."""
     keep = set(recording.made())
     temporaries, temporary_bytes = _temporaries(recording)
     temporary = len(recording.specs)  # the register of the tensor with small temporaries
@@ -424,13 +426,13 @@ def _planned(recording: Recording, addresses: Sequence[int], arch: str) -> tuple
 
 
 def _parts_from_the_last(plan: _native.Plan, addresses: list[int]) -> list[tuple[int, Sequence[int], Sequence[int]]]:
-    """For each part of a kernel, the last one first: its number, the slots that it touches, and those of them that no
-    earlier part touches.
+    """Returns for each part of a kernel, from the last to the first: its number, the slots that it touches, and those
+    of them that no earlier part touches.
 
     A kernel in one part has the number -1.
 
     Args:
-        addresses: of the slots and the workspace.
+        addresses: those of the slots and of the workspace.
     """
     parts = plan.parts_for(addresses)
     if not parts:
@@ -444,7 +446,7 @@ def _parts_from_the_last(plan: _native.Plan, addresses: list[int]) -> list[tuple
 
 
 def _bytes(count: int) -> tuple[Any, ...]:
-    """(shape, strides, dtype) of so many bytes."""
+    """Returns (shape, strides, dtype) of a tensor of that many bytes."""
     return (count,), (1,), torch.uint8
 
 
@@ -453,7 +455,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def given_of(leaf: Leaf, *, has_memory: bool = True) -> Given | None:
-    """What planning knows about a leaf."""
+    """Returns what planning knows about a leaf."""
     if leaf is None:
         return None
     if isinstance(leaf, Tensor):
@@ -465,12 +467,12 @@ def given_of(leaf: Leaf, *, has_memory: bool = True) -> Given | None:
 
 
 def execute(program: Program, leaves: list[Any], rows: int) -> list[Any]:
-    """The results of a rule, those of several leaves as `Flat`, after its launch on the current stream.
+    """Runs a program on the current stream and returns the results of the rule, those of several leaves as `Flat`.
 
     Args:
         rows: M.
-        leaves: of all operands. Those that are not results are removed from the list, so that rows are freed as soon
-            as no launch reads them.
+        leaves: the leaves of all operands. Those that are not results are removed from the list, so that rows are freed
+            as soon as no launch reads them.
     """
     flags = debug_flags()
     if program.sizes is not None and "sizes" in flags:
@@ -486,7 +488,7 @@ def execute(program: Program, leaves: list[Any], rows: int) -> list[Any]:
 
 
 def program_for(prepared: Prepared, layouts: tuple[Layout, ...], leaves: Sequence[Leaf], rows: int) -> Program:
-    """The program for operands from `flatten_all`, which is made if there is none yet.
+    """Returns the program for operands that `flatten_all` has flattened, and makes it if there is none yet.
 
     Args:
         leaves: the first one determines the device. rows: M.
@@ -504,12 +506,12 @@ def program_for(prepared: Prepared, layouts: tuple[Layout, ...], leaves: Sequenc
 
 
 def sizes_at(rule: Rule, layouts: Sequence[Layout]) -> int:
-    """The index of the leaf with the group sizes, for a rule that has them."""
+    """Returns the index of the leaf with the group sizes, for a rule that has them."""
     return sum(map(leaf_count, layouts[: rule.operands._fields.index("sizes")]))
 
 
 def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
-    """The device of the operands. Raises ValueError for tensors whose memory kernels cannot read."""
+    """Returns the device of the operands. Raises ValueError for tensors whose memory kernels cannot read."""
     named = [
         (f"operand {at}", each)
         for at, leaf in enumerate(leaves)
@@ -528,7 +530,7 @@ def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
 
 
 observer: Callable[..., None] | None = None
-"""`watch` of `_native.Program.run`: what tests and benchmarks run in place of each launch."""
+"""The argument `watch` of `_native.Program.run`: what tests and benchmarks run in place of each launch, or None."""
 
 
 def _launch(
@@ -541,7 +543,7 @@ def _launch(
     made: tuple[int, ...],
     stream: int,
 ) -> None:
-    """One launch with the checks of GROUPED_DEBUG."""
+    """Runs one launch with the checks of GROUPED_DEBUG."""
     if "poison" in flags:
         has_workspace = launcher.workspace >= 0 and not launcher.continues
         for register in (*made, *([launcher.workspace] if has_workspace else [])):

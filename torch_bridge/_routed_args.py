@@ -52,7 +52,7 @@ def routed_arguments(
     implementation: str | Sequence[str] | None,
     caches: tuple[WeightForms | None, WeightForms | None] = (None, None),
 ) -> Arguments:
-    """The checked arguments of `routed_mlp`; it raises the same errors. Their `sizes` are the experts."""
+    """Checks the arguments of `routed_mlp` and returns them, with the experts as `sizes`; it raises the same errors."""
     if not isinstance(experts, Tensor):
         check_operand(ROUTED_NAMES.sizes, experts, x)  # raises
     if experts.is_floating_point() or experts.is_complex() or experts.dtype is torch.bool:
@@ -69,7 +69,7 @@ def routed_arguments(
 def _check(
     operands: tuple[Any, ...], bounds: tuple[BoundRecipe, ...], options: tuple[Any, ...], dtypes: tuple[Any, ...]
 ) -> tuple[Tensor, Mlp, MlpSpecs]:
-    """(experts, the operation, specs of the MLP of rows); raises if the operands do not fit together."""
+    """Returns (experts, the operation, specs of the MLP of rows); raises if the operands do not fit together."""
     tokens, wi, wo, experts, weights, *biases = operands
     op, first = mlp_of(options), home(tokens)
     check_rows(op.names.x, tokens, first)
@@ -92,7 +92,7 @@ def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: T
     names, x = ROUTED_NAMES, home(tokens)
     check_readable(names.sizes, experts, x)
     check_readable(names.probs, weights, x)
-    slots = max([1, *map(int, experts.shape[1:2])])  # the rows are these times the tokens
+    slots = max([1, *map(int, experts.shape[1:2])])  # there are this many rows per token
     # Values of tokens have T rows in every format whose scales are per row.
     settle_rows(x, experts, weights, most=MOST_SYMBOLS // slots)
     check_routed_mlp(packed_spec(tokens, rows=True), rows_spec(experts), rows_spec(weights))
@@ -101,9 +101,10 @@ def _check_routing(tokens: Tensor | QTensor[Tensor], experts: Tensor, weights: T
 
 
 def rows_of_tokens(given: Arguments) -> Any:
-    """M of tokens [T, K] whose `sizes` are their experts [T, k].
+    """Returns M, the number of rows of tokens [T, K] whose experts [T, k] are the `sizes` of `given`.
 
-    Where rows are quantised it is a number, because lengths of their forms are no multiples of a symbol.
+    If rows are quantised, torch.compile gets a number for M, because lengths of quantised forms are no multiples of a
+    symbol.
     """
     op = given.checked.op
     rows, recipe = row_count(op.max_rows, given.x.shape[0] * int(given.sizes.shape[1])), op.recipe

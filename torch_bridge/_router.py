@@ -26,13 +26,13 @@ _OP = Linear(Names("x", "router"), transposed=True)
 
 
 def router_logits(x: Tensor, router: Tensor) -> Tensor:
-    """fp32 [T, E] = x router^T, computed in fp32; differentiable in both, once.
+    """Returns fp32 [T, E] = x router^T, computed in fp32; differentiable in both, once.
 
     Args:
-        x: [T, H] fp32, bf16 or fp16. router: [E, H], of any of these dtypes.
+        x: [T, H] fp32, bf16 or fp16. router: [E, H], in any of these dtypes.
 
     Raises:
-        TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices or layouts.
+        TypeError: wrong dtypes, or an argument is not a tensor. ValueError: wrong shapes, devices or layouts.
     """
     return _node(x, router) if is_compiling() else _logits(x, router)
 
@@ -62,7 +62,7 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
 
 
 class ProductFacts(NamedTuple):
-    """Nothing."""
+    """The product has no static facts."""
 
 
 class _Operands(NamedTuple):
@@ -80,7 +80,7 @@ FORWARD = define("router_product", _forward_rule, _Operands, ProductFacts, rows=
 
 
 class ProductGradFacts(NamedTuple):
-    """Specs of x [T, H], whose T may be symbolic, and of the router [1, E, H], and which of them have a gradient."""
+    """Specs of x [T, H], whose T may be symbolic, and of the router [1, E, H]; which of them need a gradient."""
 
     x: ArraySpec
     router: ArraySpec
@@ -109,11 +109,11 @@ def _product(x: Tensor, router: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Saves the tokens and the weight themselves."""
+    """The autograd function of the router's product. It saves the tokens and the weight themselves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, router: Tensor) -> Tensor:
-        """Logits [T, E]."""
+        """Returns the logits [T, E]."""
         needs_x, needs_w = ctx.needs_input_grad
         ctx.facts = ProductGradFacts(rows_spec(x), fixed_spec(router.unsqueeze(0)), (needs_x, needs_w))
         save(ctx, x if needs_w else None, router if needs_x else None)
@@ -121,7 +121,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
-        """Gradients of forward's arguments, from that of the logits."""
+        """Returns the gradients of forward's arguments, given that of the logits."""
         return once("moe", ctx, grad_outputs, _backward)
 
 

@@ -31,7 +31,7 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def once(name: str, ctx: Any, upstream: Sequence[Tensor | None], backward: Callable[..., Gradients]) -> Gradients:
-    """`backward(ctx, *upstream)`, whose results refuse to be differentiated; `name` of the function is for messages."""
+    """Returns the gradients `backward(ctx, *upstream)`, which refuse to be differentiated; `name`: for messages."""
     upstream = [None if each is None else as_read(each) for each in upstream]
     if is_compiling() or not torch.is_grad_enabled():
         return backward(ctx, *upstream)
@@ -41,10 +41,10 @@ def once(name: str, ctx: Any, upstream: Sequence[Tensor | None], backward: Calla
 
 
 def summed(group: Any, *tensors: Tensor) -> list[Tensor]:
-    """The sums of tensors of one dtype over the ranks of a process group, from one all-reduce.
+    """Returns the sums of tensors of one dtype over the ranks of a process group, from one all-reduce.
 
     Args:
-        group: its name, because a graph of torch.compile can hold a name.
+        group: the name of the group, because a graph of torch.compile can hold a name but not a group.
     """
     from torch.distributed import _functional_collectives as collectives  # absent in builds without distributed
 
@@ -59,14 +59,14 @@ def summed(group: Any, *tensors: Tensor) -> list[Tensor]:
 
 
 class RouterFacts(NamedTuple):
-    """Static facts of the choice; `alone`: its losses follow from this rank's sums."""
+    """Static facts of the router; `alone`: whether the losses follow from the sums of this rank alone."""
 
     op: Router
     alone: bool
 
 
 class RouterOperands(NamedTuple):
-    """Operands of the choice; `tokens`: the size of one sequence of all tokens."""
+    """Operands of the router; `tokens`: int32 [1], T, the size of the one sequence if `sequence_sizes` is None."""
 
     logits: Any
     tokens: Any
@@ -100,7 +100,7 @@ class LossFacts(NamedTuple):
 
 
 class LossOperands(NamedTuple):
-    """Sums over the tokens of all ranks, and what this one dropped."""
+    """The sums over the tokens of all ranks, and how many slots this rank dropped."""
 
     probs: Any
     counts: Any
@@ -116,7 +116,7 @@ LOSSES = define("router_losses", _losses_rule, LossOperands, LossFacts)
 
 
 class RouterGradFacts(NamedTuple):
-    """Static facts of the gradient; `experts` and `dtype`: those of the logits."""
+    """Static facts of the router's gradient; `experts` and `dtype`: E, and the dtype of the logits."""
 
     op: Router
     experts: int
@@ -124,7 +124,7 @@ class RouterGradFacts(NamedTuple):
 
 
 class RouterGradOperands(NamedTuple):
-    """Operands of the gradient; `read` and `first` are those of `routing.Chosen`."""
+    """Operands of the router's gradient; `read` and `first` are those of `routing.Chosen`."""
 
     read: Any
     first: Any
@@ -157,7 +157,7 @@ _ROUTER_GRAD = define(
 
 
 class Routed(NamedTuple):
-    """Weights and experts [T, k], then scalars and the load [E]; the losses have gradients."""
+    """Weights and experts [T, k], the load [E], then scalars. The weights and the two losses have gradients."""
 
     weights: Tensor
     experts: Tensor
@@ -170,7 +170,7 @@ class Routed(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """The results, and what backward reads."""
+    """The results of the router, and what backward reads."""
 
     routed: Routed
     first: Tensor
@@ -180,7 +180,7 @@ class _Chosen(NamedTuple):
 
 
 def choose(op: Router, group: str | None, o: RouterOperands) -> Routed:
-    """The experts of tokens; `group`: the name of the process group whose ranks share the losses, or None."""
+    """Chooses the experts of tokens; `group`: the name of the process group whose ranks share the losses, or None."""
     if torch.is_grad_enabled() and o.logits.requires_grad:
         return Routed(*_Router.apply(op, group, *o))
     return _chosen(op, group, o).routed
@@ -203,7 +203,10 @@ def _chosen(op: Router, group: str | None, o: RouterOperands) -> _Chosen:
 
 
 class _Router(torch.autograd.Function):
-    """Saves the choice [T, k], the logits [T, E] or the weights [T, k], and the slopes of the losses [S, E]."""
+    """The autograd function of the router.
+
+    It saves the choice [T, k], the logits [T, E] or the weights [T, k], and the slopes of the losses [S, E].
+    """
 
     @staticmethod
     def forward(ctx: Any, op: Router, group: str | None, *operands: Any) -> tuple[Tensor, ...]:
@@ -221,7 +224,7 @@ class _Router(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
-        """Gradients of forward's arguments; only the logits have one."""
+        """Returns the gradients of forward's arguments; only the logits have one."""
         upstream = Routed(*grad_outputs)  # pyright: ignore[reportArgumentType]
         return once("topk_router", ctx, (upstream.weights, upstream.aux_loss, upstream.z_loss), _router_backward)
 
@@ -249,7 +252,7 @@ def _router_backward(
 
 
 class PermuteFacts(NamedTuple):
-    """Static facts of the order of rows."""
+    """Static facts of `permute`."""
 
     num_groups: int
     align: int
@@ -257,7 +260,7 @@ class PermuteFacts(NamedTuple):
 
 
 class PermuteOperands(NamedTuple):
-    """Operands of the order of rows."""
+    """Operands of `permute`."""
 
     x: Any
     experts: Any
@@ -275,14 +278,17 @@ _PERMUTE = define("permute", _permute_rule, PermuteOperands, PermuteFacts, rows=
 
 
 class PermuteGradFacts(NamedTuple):
-    """Dtypes of the gradients of x and of the probabilities; None where not needed."""
+    """The dtypes of the gradients of x and of the probabilities; None for a gradient that is not needed."""
 
     x: str | None
     probs: str | None
 
 
 class PermuteGradOperands(NamedTuple):
-    """Operands of the gradients of `permute`; `entries`: places in `d_probs` [T, k] where `inverse` has others."""
+    """Operands of the gradients of `permute`.
+
+    `entries` [T, k] has the place of each slot in `d_probs`; it is None if these are the places in `inverse`.
+    """
 
     d_rows: Any
     d_probs: Any
@@ -304,7 +310,7 @@ _PERMUTE_GRAD = define(
 
 
 def permute(static: PermuteFacts, o: PermuteOperands) -> tuple[Tensor, ...]:
-    """Rows [M, H], sizes [G], source [M], inverse [T, k], dropped [1], and with probs those of rows [M]."""
+    """Returns rows [M, H], sizes [G], source [M], inverse [T, k], dropped [1], and with probs those of rows [M]."""
     differs = o.x.requires_grad or (o.probs is not None and o.probs.requires_grad)
     if torch.is_grad_enabled() and differs:
         return _Permute.apply(static, *o)
@@ -319,7 +325,7 @@ def _permuted(static: PermuteFacts, o: PermuteOperands) -> tuple[Tensor, ...]:
 
 
 class _Permute(torch.autograd.Function):
-    """Saves the inverse map [T, k]."""
+    """The autograd function of `permute`. It saves the inverse map [T, k]."""
 
     @staticmethod
     def forward(ctx: Any, static: PermuteFacts, *operands: Any) -> tuple[Tensor, ...]:
@@ -335,13 +341,13 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
-        """Gradients of forward's arguments, from those of the rows and of their probabilities."""
+        """Returns the gradients of forward's arguments, given those of the rows and of their probabilities."""
         d_rows, _, _, _, _, *rest = grad_outputs
         return once("permute", ctx, (d_rows, rest[0] if rest else None), permute_backward)
 
 
 def permute_backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None) -> Gradients:
-    """Gradients of (facts, x, experts, probabilities), for a context with the maps of slots and both dtypes."""
+    """Returns gradients of (facts, x, experts, probs); `ctx` holds the maps of slots and the dtypes of x and probs."""
     needs_x, _, needs_probs = ctx.needs_input_grad[1:]
     inverse, *entries = ctx.saved_tensors
     d_rows, d_probs = d_rows if needs_x else None, d_probs if needs_probs else None
@@ -354,7 +360,7 @@ def permute_backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None) ->
 
 
 class CombineFacts(NamedTuple):
-    """Static facts of `unpermute`; `dtype`: of y."""
+    """Static facts of `unpermute`; `dtype`: the dtype of y."""
 
     dtype: str
 
@@ -377,7 +383,7 @@ _COMBINE = define(
 
 
 class CombineGradFacts(NamedTuple):
-    """Static facts of the gradients; `dtype`: of y."""
+    """Static facts of the gradients of `unpermute`: the dtype of y, and whether y and the weights need a gradient."""
 
     dtype: str
     of_rows: bool
@@ -406,7 +412,7 @@ _COMBINE_GRAD = define(
 
 
 def unpermute(y: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-    """[T, H]: the (weighted) sum of each token's rows of y [M, H]."""
+    """Returns [T, H]: the (weighted) sum of each token's rows of y [M, H]."""
     differs = y.requires_grad or (weights is not None and weights.requires_grad)
     if torch.is_grad_enabled() and differs:
         return _Combine.apply(y, source, inverse, weights)
@@ -419,11 +425,11 @@ def _combined(y: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _Combine(torch.autograd.Function):
-    """Saves y only for the gradient of the weights."""
+    """The autograd function of `unpermute`. It saves y only for the gradient of the weights."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, source: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
-        """[T, H]."""
+        """Returns the sums [T, H]."""
         of_rows, of_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
         ctx.facts = CombineGradFacts(dtype_name(y.dtype), of_rows, of_weights)
         # The gradient of weights has their dtype, so they are read for it too.
@@ -432,7 +438,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
-        """Gradients of forward's arguments, from that of the result [T, H]."""
+        """Returns the gradients of forward's arguments, given that of the result [T, H]."""
         return once("unpermute", ctx, grad_outputs, _combine_backward)
 
 
@@ -448,13 +454,13 @@ def _combine_backward(ctx: Any, grad: Tensor) -> Gradients:
 
 
 class PadFacts(NamedTuple):
-    """Static facts of padding."""
+    """Static facts of `padding`."""
 
     align: int
 
 
 class PadOperands(NamedTuple):
-    """Operands of padding."""
+    """Operands of `padding`."""
 
     rows: Any
     sizes: Any
@@ -468,7 +474,7 @@ _PAD = define("pad_groups", _pad_rule, PadOperands, PadFacts)
 
 
 class GatherFacts(NamedTuple):
-    """Nothing."""
+    """A gather has no static facts."""
 
 
 class GatherOperands(NamedTuple):
@@ -487,12 +493,12 @@ _GATHER = define("gather_rows", _gather_rule, GatherOperands, GatherFacts)
 
 
 def padding(rows: Tensor, sizes: Tensor, align: int) -> tuple[Tensor, ...]:
-    """Padded sizes [G], the row in each padded row [P], the place of each row [M]."""
+    """Returns the padded sizes [G], the row in each padded place [P], and the place of each row [M]."""
     return tuple(call(_PAD, PadFacts(align), PadOperands(rows.detach(), sizes), int(rows.shape[0])))
 
 
 def gather(rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
-    """rows[source], zeros where the source is -1; `inverse` maps back, for the gradient."""
+    """Returns rows[source], with zeros where source is -1; the gradient reads `inverse`, the map back."""
     if torch.is_grad_enabled() and rows.requires_grad:
         return _Gather.apply(rows, source, inverse)
     return _gathered(rows, source)
@@ -503,17 +509,17 @@ def _gathered(rows: Tensor, source: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Saves the inverse map."""
+    """The autograd function of `gather`. It saves the inverse map."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
-        """rows[source]."""
+        """Returns rows[source]."""
         save(ctx, inverse)
         return _gathered(rows, source)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
-        """Gradients of forward's arguments."""
+        """Returns the gradients of forward's arguments."""
         return once("pad_groups", ctx, grad_outputs, _gather_backward)
 
 
@@ -526,14 +532,14 @@ def _gather_backward(ctx: Any, grad: Tensor) -> Gradients:
 
 
 class HashFacts(NamedTuple):
-    """Static facts of experts that follow from token ids."""
+    """Static facts of `hash_experts`, which chooses experts by token ids."""
 
     k: int
     num_experts: int
 
 
 class HashOperands(NamedTuple):
-    """Operands of the same."""
+    """Operands of `hash_experts`."""
 
     token_ids: Any
     table: Any
@@ -547,7 +553,7 @@ HASH = define("hash_experts", _hash_rule, HashOperands, HashFacts, rows=("token_
 
 
 class BiasFacts(NamedTuple):
-    """Static facts of the sign rule."""
+    """Static facts of the sign rule, which updates the router's bias."""
 
     rate: float
 
@@ -592,7 +598,7 @@ MARGINS = define("margins", _margins_rule, MarginOperands, QuantileFacts, rows=(
 
 
 class CountOperands(NamedTuple):
-    """The histogram of all ranks."""
+    """The histogram of margins, summed over all ranks."""
 
     counts: Any
 

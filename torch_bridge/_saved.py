@@ -14,25 +14,26 @@ from torch_bridge._compiling import is_compiling
 from torch_bridge._tensors import Form, Layouts
 
 ROWS, HIDDEN, ACTIVATED = "grouped_x", "grouped_fc1", "grouped_act"
-"""Rows that a product reads, pre-activations, activated rows."""
+"""The names of rows that a product reads, of pre-activations, and of activated rows."""
 OF_ROWS = (ROWS, HIDDEN, ACTIVATED)
 NAMES = tuple(f"{name}{part}" for name in (ROWS, HIDDEN, ACTIVATED) for part in ("", "_q", "_scale"))
 """All names; `_q` and `_scale` are the parts of quantised rows."""
 UNNAMED = ""
-"""Represents the name of a tensor that an operation saves besides rows."""
+"""The name of every saved tensor that does not belong to rows."""
 
 Listener = Callable[[dict[int, str]], None]
-"""(name by address of all tensors that one operation is about to save) -> None."""
+"""A function (the name of each tensor that one operation is about to save, by address) -> None."""
 
 listeners: list[Listener] = []
 """The listeners of all active contexts; the innermost is last."""
 
 
 def names_of(rows: Sequence[str], layouts: Layouts) -> list[str]:
-    """The names of the first of the saved tensors, those of rows.
+    """Returns the names of the saved tensors that belong to rows; these tensors come before all others.
 
     Args:
-        rows: names of the operands that are rows, before all others. layouts: of what is saved.
+        rows: the names of the operands that are rows; these come before all other operands. layouts: the layouts of all
+            saved operands.
     """
     names: list[str] = []
     for base, (layout, _) in zip(rows, layouts, strict=False):

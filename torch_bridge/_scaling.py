@@ -1,6 +1,6 @@
 """The states and the key that are bound to a recipe, as the rules of one operation read them.
 
-R roles, x, weight and dy of each product in this order; G groups, L steps of history.
+Letters: R roles (x, weight and dy of each product, in this order), G groups, L steps of history.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Scaling:
     """What is bound to one operation.
 
     Attributes:
-        key: of stochastic rounding, or None.
-        states: of delayed scaling: none, one for all products, or one per product.
+        key: the key of stochastic rounding, or None.
+        states: the states of delayed scaling: none, one for all products, or one per product.
         scales: [R, G], the scales that forward and backward share; None: the current ones of the states.
     """
 
@@ -36,7 +36,7 @@ class Scaling:
     scales: Tensor | None = None
 
     def scale(self, product: int, role: int) -> Tensor | None:
-        """The scales [G] of an operand, None without a state."""
+        """Returns the scales [G] of an operand; None without a state."""
         if not self.states:
             return None
         if self.scales is not None:
@@ -45,16 +45,16 @@ class Scaling:
         return state.scale[first + role]
 
     def state(self, product: int) -> tuple[ScalingState[Tensor], int]:
-        """(the state of a product, its first role in it)."""
+        """Returns (the state of a product, the index of the product's first role in that state)."""
         return (self.states[0], _row(product, X)) if len(self.states) == 1 else (self.states[product], 0)
 
     def extras(self, products: int, key: Tensor | None, *, training: bool) -> Flat | None:
-        """What rules of the first `products` need to quantise their operands; None if nothing is bound.
+        """Returns what rules of the first `products` need to quantise their operands; None if nothing is bound.
 
         The rules read rows of the states by their offset, because a view of each row would cost a microsecond.
 
         Args:
-            key: for backward, which gets it among the saved tensors; None for forward, which rounds to nearest.
+            key: the key for backward, which gets it among the saved tensors; None for forward, which rounds to nearest.
             training: whether amax is updated.
         """
         if key is None and not self.states:
@@ -73,7 +73,7 @@ def _row(product: int, role: int) -> int:
 
 @lru_cache(maxsize=256)
 def _layout(products: int, states: int, copied: bool, training: bool) -> ExtrasLayout:
-    """`copied`: whether the scales of all states are one array."""
+    """Describes which rows of the bound arrays each product reads. `copied`: one array has the scales of all states."""
     scales = 0 if states == 0 else 1 if copied else states
     found, roles = [], range(len(scaling.ROLES))
     for product in range(products):
@@ -85,7 +85,7 @@ def _layout(products: int, states: int, copied: bool, training: bool) -> ExtrasL
 
 
 def with_copied_scales(bound: Scaling) -> Scaling:
-    """The same with a copy of the scales of its states, because these may be updated before backward.
+    """Returns `bound` with a copy of the scales of its states, because these may be updated before backward.
 
     The copy takes one launch, whether products share a state or have one each.
     """

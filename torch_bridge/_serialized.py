@@ -1,4 +1,4 @@
-"""Named tuples of the public functions in programs of torch.export that are saved."""
+"""Gives the named tuples of public functions names in files, so that torch.export can save programs that use them."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch_bridge._compiling import is_compiling
 OPERATOR = "all_to_all_vdev"
 BACKEND = "NVSHMEM"
 BLOCKS = (8, 16, 32, 64)
-"""Thread blocks of the operator, which depend on the size of its input."""
+"""The numbers of thread blocks that the operator may use; it chooses one by the size of its input."""
 
 _LIBRARY = torch.library.Library("torch_bridge", "FRAGMENT")
 _LIBRARY.define(
@@ -61,7 +61,10 @@ def require(function: str) -> None:
     reason = why_unavailable()
     remedy = "use transport='all_to_all'"
     if reason:
-        raise RuntimeError(f"`transport` of {function}: 'symmetric_memory', but {reason}; {remedy}.")
+        raise RuntimeError(
+            f"`transport` of {function}: 'symmetric_memory', expected a machine that has such memory, but {reason}; "
+            f"{remedy}."
+        )
     library, device = _library(), "cuda" if torch.cuda.is_available() else "cpu"
     if library.get_backend(device) == BACKEND:
         return
@@ -79,7 +82,7 @@ def check_row(ranks: int, row_bytes: int) -> None:
     """Refuses rows that the operator's thread blocks cannot divide among themselves.
 
     Raises:
-        ValueError: the bytes of a row are no multiple of the blocks for each rank.
+        ValueError: the bytes of a row are no multiple of the number of thread blocks per rank.
     """
     shares = [max(1, blocks // ranks) for blocks in BLOCKS]
     if any(row_bytes % share for share in shares):
@@ -95,8 +98,8 @@ def check_row(ranks: int, row_bytes: int) -> None:
 
 
 class _Buffers(NamedTuple):
-    """Symmetric memory of an exchange: rows that are sent and that came, [P B, bytes]; how many go to each rank [P];
-    how many came from each rank and where they start [2, P].
+    """The symmetric memory of an exchange: the rows that are sent and those that came, [P B, columns] each; how many
+    rows go to each rank [P]; how many came from each rank, and where they start [2, P].
     """
 
     sent: Tensor
@@ -106,7 +109,7 @@ class _Buffers(NamedTuple):
 
 
 _BUFFERS: dict[tuple[Any, ...], _Buffers] = {}
-"""By process group, device, shape and dtype; every layer uses them, one exchange after the other."""
+"""The buffers by process group, device, shape and dtype. All layers use them, one exchange after the other."""
 
 
 def _buffers(rows: Tensor, ranks: int, group: str) -> _Buffers:
@@ -149,7 +152,7 @@ def _operator(rows: Tensor, counts: Tensor, group: str) -> Tensor:
 
 
 def _meet(device: torch.device, group: str) -> None:
-    """Waits, on the device, until all ranks have fetched the rows of the previous exchange; the operator does not wait.
+    """Waits on the device until all ranks have fetched the previous exchange's rows; the operator itself does not wait.
 
     Only then may the buffers be written again, by this rank or by another one.
     """
@@ -160,7 +163,7 @@ def _meet(device: torch.device, group: str) -> None:
 
 
 def _rows_there_are(counts: Tensor, budget: int) -> Tensor:
-    """int64 [P B]: the indices of the rows in use, the first counts[p] of each part p, without gaps; then any index."""
+    """Returns int64 [P B]: the indices of the rows in use, the first counts[p] of each part p; then any indices."""
     ends = counts.cumsum(0)
     at = torch.arange(counts.shape[0] * budget, device=counts.device)
     rank = torch.searchsorted(ends, at, right=True).clamp_(max=counts.shape[0] - 1)
@@ -178,27 +181,27 @@ torch.library.register_fake("torch_bridge::symmetric_exchange", _fake, lib=_LIBR
 
 
 def operator() -> Any:
-    """The operator that exchanges rows; it does not return before they are on their way, on its stream."""
+    """Returns the operator that exchanges rows. It queues the whole exchange on the current stream."""
     return torch.ops.torch_bridge.symmetric_exchange.default
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 _ARRIVALS: dict[int, torch.cuda.Event] = {}
-"""By the address of the rows of an exchange that is not finished: the event after which they have arrived."""
+"""For each exchange that is not finished, by the address of its result: the event after which the rows have arrived."""
 
 
 def begin(rows: Tensor, counts: Tensor, group: str) -> Tensor:
-    """Begins an exchange of parts: [P B, ...], not to be read before `finish`.
+    """Begins an exchange of parts and returns its result [P B, ...], which must not be read before `finish`.
 
-    Part s of the result has the rows in use of the part that rank s had for this rank; other rows have any values.
-    Every rank calls it. It runs on its own stream, in parallel with what follows; in a graph of torch.compile it runs
-    on the stream of the graph.
+    Part s of the result has the rows in use of the part that rank s had for this rank; the other rows have arbitrary
+    values. Every rank calls it. It runs on its own stream, in parallel with what follows; in a graph of torch.compile
+    it runs on the stream of the graph.
 
     Args:
-        rows: [P B, ...], B for each rank. counts: int64 [P], how many of these there are.
+        rows: [P B, ...], B rows for each rank. counts: int64 [P], how many of these rows are in use.
 
     Raises:
-        ValueError: a row has a number of bytes that the operator does not divide.
+        ValueError: the operator's thread blocks cannot divide the bytes of a row.
     """
     check_row(counts.shape[0], rows[0].numel() * rows.element_size())
     if is_compiling() or not rows.is_cuda:
@@ -216,7 +219,7 @@ def begin(rows: Tensor, counts: Tensor, group: str) -> Tensor:
 
 
 def finish(pending: Tensor) -> Tensor:
-    """`pending`, after it makes the current stream wait for the rows."""
+    """Makes the current stream wait for the rows, and returns `pending`."""
     if is_compiling() or not pending.is_cuda:
         return pending
     arrival = _ARRIVALS.pop(pending.data_ptr(), None)

@@ -46,7 +46,7 @@ smaller, so a length that is a multiple of it is a multiple of M. It is the larg
 slots per token, do not exceed the limit of rows."""
 
 MOST_SYMBOLS = MAX_ROWS // SYMBOLIC_ROWS
-"""Rows are represented in specs up to this multiple of M."""
+"""The largest multiple of a symbol that specs can represent as a number of rows."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -65,7 +65,7 @@ def fixed_spec(tensor: Tensor) -> ArraySpec:
 
 
 def rows_spec(tensor: Tensor) -> ArraySpec:
-    """Like `fixed_spec`, for rows, whose number may be a multiple of a symbol, which is then `SYMBOLIC_ROWS`."""
+    """Like `fixed_spec`, but `SYMBOLIC_ROWS` represents a symbol if the number of rows is a multiple of it."""
     times = multiple(tensor.shape[0]) if tensor.shape else 0
     if not times:
         return fixed_spec(tensor)
@@ -78,7 +78,7 @@ def is_symbol(length: Any) -> bool:
 
 
 def multiple(length: Any) -> int:
-    """How many times a single symbol of torch.compile a length is, up to `MOST_SYMBOLS`; else 0."""
+    """Returns n if a length is n times a single symbol of torch.compile, n at most `MOST_SYMBOLS`; otherwise 0."""
     if not isinstance(length, torch.SymInt) or len(length.node.expr.free_symbols) != 1:
         return 0
     expression = length.node.expr
@@ -88,10 +88,10 @@ def multiple(length: Any) -> int:
 
 
 def settle_rows(*operands: Any, most: int = 1) -> None:
-    """Makes M a number unless it is a symbol in all of these operands; quantised rows have numbers.
+    """Makes M a number unless it is a symbol in all of these operands; in quantised rows it is a number.
 
     Args:
-        most: up to this multiple of a symbol may remain, because rows made of them fit into specs as well.
+        most: the largest multiple of a symbol that may remain, so that rows made from these fit into specs too.
     """
     rows = [each.shape[0] if isinstance(each, Tensor) and each.shape else 0 for each in operands if each is not None]
     if not all(1 <= multiple(each) <= most for each in rows):
@@ -108,7 +108,7 @@ class StraightThrough:
 
 
 def as_read(gradient: Tensor) -> Tensor:
-    """A gradient that autograd hands over as kernels read it: contiguous, no lazily negated view, no zero tensor."""
+    """Returns a gradient from autograd as kernels read it: contiguous, not lazily negated, not a zero tensor."""
     gradient = gradient.contiguous()
     if is_compiling() or not (gradient.is_neg() or gradient._is_zerotensor()):
         return gradient
@@ -116,14 +116,14 @@ def as_read(gradient: Tensor) -> Tensor:
 
 
 def master_of(operand: Any) -> Any:
-    """The tensor or tensors that receive the gradient of an operand; None for a quantised one without a master."""
+    """Returns what receives an operand's gradient, tensor or tensors; None for a quantised one without a master."""
     if isinstance(operand, StraightThrough):
         return operand.master
     return None if isinstance(operand, QTensor) else operand
 
 
 def home(rows: Any) -> Any:
-    """The tensor that determines the device of the operation: the rows, or their quantised values."""
+    """Returns the tensor that determines the device of the operation: the rows, or their quantised values."""
     rows = rows.q if isinstance(rows, StraightThrough) else rows
     return rows.values if isinstance(rows, QTensor) else rows
 
@@ -152,7 +152,7 @@ class Form(NamedTuple):
 
     Attributes:
         shape: the logical shape; for rows, -1 represents M.
-        scaled: whether there are block scales, and group scales. other: layout of the other form, or None.
+        scaled: whether there are block scales, and group scales. other: the layout of the other form, or None.
     """
 
     format: Format
@@ -176,10 +176,10 @@ class CachedLayout(NamedTuple):
 
 
 class ProductExtras(NamedTuple):
-    """Where the `Extras` of one product are: for x, the weight and dy, (array, row in it), or None for nothing.
+    """Where the `Extras` of a product are: for x, the weight and dy, (index of the array, row in it) or None.
 
     Attributes:
-        scales: [G] each. amaxes: [G] each, the first step of their row.
+        scales: the places of scales [G]. amaxes: the places of histories [L, G]; their first step takes the amax.
     """
 
     scales: tuple[tuple[int, int] | None, ...]
@@ -190,8 +190,8 @@ class ExtrasLayout(NamedTuple):
     """Layout of the states and the key that are bound to a recipe: the leaves are the key, then arrays.
 
     Attributes:
-        products: the places of their extras in these arrays. measure: whether rules find the amax.
-        scales, histories: number of arrays of scales [R, G], and of histories [R, L, G], into which amax is written.
+        products: for each product, where its extras are in these arrays. measure: whether rules find the amax.
+        scales, histories: the numbers of arrays with scales [R, G] and with histories [R, L, G].
     """
 
     products: tuple[ProductExtras, ...]
@@ -201,7 +201,7 @@ class ExtrasLayout(NamedTuple):
 
 
 Layout = Form | PairLayout | CachedLayout | ExtrasLayout | None
-"""None: the operand is one leaf: a tensor, a list of tensors, or nothing."""
+"""The layout of an operand. None: the operand is one leaf: a tensor, a list of tensors, or nothing."""
 
 Leaf = Tensor | Sequence[Tensor | None] | None
 """A tensor, one tensor per group (None: a skipped destination), or nothing."""
@@ -218,7 +218,7 @@ class Flat(NamedTuple):
 
 
 PLAIN = frozenset({type(None), Tensor, torch.nn.Parameter, list})
-"""Types of operands that are one leaf, checked first because that is fast."""
+"""The types of operands that are one leaf. They are tested first, because that is fast."""
 
 
 def flatten(operand: Any, leaves: list[Any]) -> Layout:
@@ -247,7 +247,7 @@ def flatten_all(operands: Sequence[Any]) -> tuple[tuple[Layout, ...], list[Any]]
 
 
 def flats(layouts: Sequence[Layout], leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """The operands of `flatten_all`, those of several leaves as `Flat`; equal layouts are the same object each time."""
+    """Restores the operands of `flatten_all`, those of several leaves as `Flat` with one object per layout."""
     rest = iter(leaves)
     parts = [next(rest) if layout is None else tuple(islice(rest, leaf_count(layout))) for layout in layouts]
     pairs = zip(layouts, parts, strict=True)
@@ -255,7 +255,7 @@ def flats(layouts: Sequence[Layout], leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 same: Callable[[Layout], Layout] = lru_cache(maxsize=MOST)(lambda layout: layout)
-"""A layout as one object, so that caches compare it by identity."""
+"""Returns the same object for equal layouts, so that caches compare layouts by identity."""
 
 
 def facts_cache() -> FactsCache:
@@ -282,11 +282,11 @@ def unflatten(
     scales_of: Callable[[Any, Format], Any] | None = None,
     row_of: Callable[[Any, int], Any] | None = None,
 ) -> Any:
-    """The operand with that layout, made of the next leaves.
+    """Makes the operand with that layout from the next leaves.
 
     Args:
         rows: M. scales_of: converts block scales, given their format; None: they are not converted.
-        row_of: (array, n) -> its row n, of a history [L, G] the first step; for extras.
+        row_of: (array, n) -> row n of the array, or of a history that row's first step; only for extras.
     """
     if layout is None:
         return next(leaves)
@@ -326,15 +326,15 @@ def leaf_count(layout: Layout) -> int:
 
 
 def written_leaves(layout: Layout, *, written: bool) -> list[bool]:
-    """For each leaf of an operand, whether it is written; `written`: whether the operand is."""
+    """Returns for each leaf of an operand whether it is written; `written`: whether the operand is."""
     if isinstance(layout, ExtrasLayout):
         return [False] * (1 + layout.scales) + [True] * layout.histories
     return [written] * leaf_count(layout)
 
 
 Layouts = tuple[tuple[Layout, Any], ...]
-"""For each packed operand: its layout and the number of its tensors, -1 if it is one tensor or None. For an operand of
-several leaves, of which some are lists, this number is the `Layouts` of its leaves instead."""
+"""For each operand of `pack`: (its layout, the number of tensors that it became; -1: one tensor or None). For an
+operand of several leaves, some of them lists, the second part is the `Layouts` of these leaves instead of a number."""
 
 _ITSELF = (None, -1)
 _ITSELVES = [(_ITSELF,) * count for count in range(32)]
@@ -386,7 +386,7 @@ def unpack(layouts: Layouts, tensors: Iterable[Any]) -> list[Any]:
 
 
 def note_written(tensors: Sequence[Tensor]) -> None:
-    """Counts a new version of the caller's tensors, which kernels wrote unseen by autograd.
+    """Tells autograd that kernels have written the caller's tensors, by counting a new version of each.
 
     Autograd then refuses a backward that would read what one of them held before, as after any in-place operation.
     """

@@ -26,7 +26,7 @@ IN_FLIGHT = 4
 
 @lru_cache(maxsize=64)
 def _streams(device: torch.device) -> tuple[Any, Any]:
-    """(stream to the host, stream from the host)."""
+    """Returns (stream to the host, stream from the host)."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
@@ -50,7 +50,7 @@ class Pinned:
         """Free memory of the graph that is being captured, inside an outermost context."""
 
     def take(self, like: Tensor, retain: bool, captured: bool) -> Tensor:
-        """Flat memory for a copy of `like`."""
+        """Returns flat pinned memory for a copy of `like`."""
         if captured and self.scope is not None and self.scope[like.nbytes]:
             return self.scope[like.nbytes].pop().view(like.dtype)
         free = self._free[like.nbytes] if retain else None
@@ -68,7 +68,7 @@ class Pinned:
         return found.view(like.dtype)
 
     def give_back(self, memory: Tensor, captured: bool, scope: Any) -> None:
-        """Returns retained memory that is no longer read; `scope`: that in which it was taken."""
+        """Returns retained memory to the free memory once nothing reads it; `scope`: the one in which it was taken."""
         memory = memory.view(torch.uint8)
         if not captured:
             self._free[memory.nbytes].append(memory)
@@ -129,7 +129,7 @@ class Moved:
         self._loading = True
 
     def take(self, shape: torch.Size) -> Tensor:
-        """The tensor on the device, for one of the places that saved it."""
+        """Returns the tensor on the device, for one of the places that saved it."""
         self.start()
         device = self._device
         assert device is not None, "start brings it"

@@ -14,7 +14,7 @@ from torch_bridge._scaling import WEIGHT, Scaling
 
 
 class WeightForms(Protocol):
-    """The cache of a layer: it keeps the quantised weight between forward passes."""
+    """The cache of a layer, which keeps the quantised weight between forward passes."""
 
     def __call__(
         self,
@@ -24,7 +24,7 @@ class WeightForms(Protocol):
         amax: Tensor | None,
         scale_mark: tuple[Any, ...],
     ) -> Sequence[QTensor[Tensor]]:
-        """The weight quantised for each requested axis and format; delayed scaling updates `amax` with its amax.
+        """Returns the weight quantised for each axis and format; delayed scaling merges its amax into `amax`.
 
         Args:
             scale: [G], scales of delayed scaling. scale_mark: identifies the scales; it differs after each update.
@@ -41,7 +41,7 @@ def with_forms(
     *,
     training: bool,
 ) -> Any:
-    """A weight, together with the requested quantised tensors that its layer keeps, if it keeps any."""
+    """Returns a weight together with the requested quantised forms that its layer keeps, if it keeps any."""
     if cache is None or not wanted or isinstance(weight, QTensor):
         return weight
     amax, mark = None, ()

@@ -53,7 +53,7 @@ def save(
     The file is complete or not there. It records the order of axes and columns, so `load` can check them.
 
     Args:
-        path: of the file; with `shard` of a folder, in which each rank writes its own file.
+        path: the path of the file; with `shard` that of a folder, in which each rank writes its own file.
         tree_or_module: a module, or mappings of names to tensors, `QTensor`s, modules and further mappings.
         spec: the activation of experts that are plain tensors: an `Activation`, the name of a kind, or a mapping of
             paths of layers to these. Modules know theirs.
@@ -181,7 +181,7 @@ def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., No
     """A hook for `module.register_load_state_dict_pre_hook`: `load_state_dict` then takes that layout.
 
     Args:
-        layout: of the state dicts, a name of `grouped_core.layouts.LAYOUTS`. interleave: as in `load`.
+        layout: the layout of the state dicts, a name of `grouped_core.layouts.LAYOUTS`. interleave: as in `load`.
 
     Raises:
         ValueError, TypeError: an argument is none of the possible ones; `load_state_dict` raises what `load` raises.
@@ -275,7 +275,7 @@ def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _mlps(modules: Mapping[str, Module]) -> dict[str, GroupedMLP]:
-    """By place; a layer that is in several places is in each of them, as its tensors are in a state dict."""
+    """Returns the MLPs by path. A layer with several paths has an entry for each, as in a state dict."""
     return {
         join(path, name): each
         for path, module in modules.items()

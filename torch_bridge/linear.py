@@ -75,13 +75,13 @@ def grouped_linear(
         out, grad_input: the caller's buffers for y [M, N] and the gradient of x [M, K], in the dtype of autocast if it
             is on. The results share their storage (under torch.compile they may be copies, and the `.grad` of a leaf x
             is always a copy), and rows past the groups are not written.
-        implementation: the name of a kernel, or several names; see `explain`. With an adapter, of the base product.
+        implementation: one or several names of kernels; see `explain`. With an adapter they apply to the base product.
         lora: an adapter (A, B) of the weight, which is then frozen (docs/lora.md): A [G, r, K] and B [G, N, r], or
             [G, K, r] and [G, r, N] with `rhs_transposed=False`, r from 1 to 256, of the dtype of x; or lists of G
             matrices. `lora_scaling * (x[r] @ A[g].T) @ B[g].T` is added to the product in front of the bias.
         lora_dropout, lora_key: elements of x are dropped on their way to A with this probability, by the key: uint32
             [2], low word first, given if and only if the probability is not 0.
-        lora_wgrad_accum: as `wgrad_accum`, a pair for A and B, or "main_grad".
+        lora_wgrad_accum: what `wgrad_accum` is for a weight, as a pair for A and B, or "main_grad".
 
     Raises:
         TypeError: wrong dtypes, or an argument is not a tensor. ValueError: wrong shapes, devices, layouts, buffers or
@@ -145,7 +145,7 @@ _MAIN_GRADS = define(
     _GradOperands,
     rows=("x", "row_scale", "dy", "grad_input"),
     written=("grad_input",),
-    most_results=9,  # three gradients, and that of the weight or x and dy as it reads them
+    most_results=9,  # three gradients, and that of the weight, or x and dy in the forms that it reads
 )
 
 
@@ -167,7 +167,7 @@ def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tens
         forms = gradients.cached_forms(facts.op, facts.needs, row_scale is not None)
         weight = with_forms(cache, weight, forms, scaling, 0, training=training)
     extras = scaling.extras(1, None, training=training)
-    operands = (given.x, weight, given.sizes, bias, row_scale, out, extras)  # those of _ForwardOperands
+    operands = (given.x, weight, given.sizes, bias, row_scale, out, extras)  # in the order of _ForwardOperands
     y, x, weight = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
@@ -182,7 +182,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     facts = saved.facts
     extras = saved.scaling.extras(1, key, training=True)
     buffer = grad_input if facts.needs.x else None
-    operands = [(x, weight, sizes, bias, row_scale, dy, buffer, extras)]  # those of _GradOperands
+    operands = [(x, weight, sizes, bias, row_scale, dy, buffer, extras)]  # in the order of _GradOperands
     del x, weight, dy  # so that they are freed once no launch reads them
     dx, db, dc, rows, of_dy, *made = call_prepared(facts.backward[0], operands, saved.rows)
     if facts.needs.w:

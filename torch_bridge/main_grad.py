@@ -31,16 +31,17 @@ from torch_bridge._memory import Places, are_apart, places_apart
 from torch_bridge._tensors import dtype_name, note_written
 
 Write = Callable[[list[Tensor], list[int], bool], None]
-"""(destinations, their groups, whether to add) -> None; launches the weight gradients of these groups."""
+"""A function (destinations, their groups, whether to add) -> None that launches the weight gradients of the groups."""
 
 Destinations = tuple[Sequence[str], Sequence[int], Sequence[Tensor], Places | None]
-"""(names of the tensors of one weight, those that were written, their `main_grad`, its places if these are known)."""
+"""What was written for one weight: (names of its tensors, positions of those that were written, their `main_grad`, the
+places of these if they are known)."""
 Earlier = list[Destinations] | None
-"""What the same backward has written to for other weights, to which more is added."""
+"""The destinations that the same backward has written to for other weights. Each call of `write` adds its own."""
 
 
 def destination(weight: Any, name: str) -> Tensor:
-    """`main_grad` of `weight`, in its shape and without a copy.
+    """Returns `main_grad` of `weight`, viewed in the weight's shape without a copy.
 
     Raises:
         RuntimeError: it is missing, cannot be viewed as a contiguous tensor of the weight's shape, is on another
@@ -92,10 +93,10 @@ def write(
     """Writes the gradients of the weights at `trained`, with one launch per dtype and mode (add or overwrite).
 
     Args:
-        given: destinations instead of `main_grad`. overwrite: values instead of the attribute, for graphs that read it
-            while they were traced.
-        operands: what `launch` reads, of which plain tensors are looked at.
-        earlier: what the same backward has written to for other weights; the destinations found here are added to it.
+        given: for each weight, a destination instead of `main_grad`, or None. overwrite: for each weight, a value
+            instead of the attribute `overwrite_main_grad`, which a graph of torch.compile read while it was traced.
+        operands: the operands that `launch` reads. Plain tensors among them must not overlap the destinations.
+        earlier: what the same backward has written to for other weights; the destinations of this call are added to it.
 
     Raises:
         ValueError: `main_grad` overlaps that of another weight, a weight, or the operands.
@@ -133,7 +134,7 @@ def _check_apart(
 ) -> Places | None:
     """Refuses destinations that overlap each other, their weights, `earlier` ones, or the rows that one launch reads.
 
-    Returns their places if the quick test finds them; each pair of these is compared once.
+    Returns their places if the fast test finds them; the comparison of two places is cached.
     """
     own = weights if len(trained) == len(weights) else [weights[at] for at in trained]
     uniform = _PLAIN.issuperset(map(type, own)) and type(found[0]) is Tensor and len({to.dtype for to in found}) == 1
@@ -160,7 +161,7 @@ def overwrites(weight: Tensor) -> bool:
 
 
 def returned(weight: Any) -> Tensor | None:
-    """The gradient that autograd gets for a weight whose write is queued; sets the weight's flag if it has one."""
+    """Returns what autograd gets for a weight whose write is queued, and sets the weight's flag if it has one."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -181,13 +182,14 @@ def deliver(
     dtype: torch.dtype,
     earlier: Earlier = None,
 ) -> list[Tensor | None]:
-    """What backward returns for each weight; those at `trained` are written now, or later if there is a `queue`.
+    """Writes the gradients of the weights at `trained`, now or, with a `queue`, later; returns what autograd gets.
 
     Args:
         weights, given, overwrite, earlier: as in `write`.
         flags: whether the gradients go to `main_grad` of Parameters that may have flags to set.
-        operands: what `launch` reads, kept until the entry of `queue` has run; without one, the rows.
-        dtype: of gradients that an entry adds to `.grad`.
+        operands: the tensors that `launch` reads, which `queue` keeps until the entry has run; without a queue, only
+            the rows.
+        dtype: the dtype of gradients that an entry adds to `.grad`.
     """
     results: list[Tensor | None] = [None] * len(weights)
     if queue is not None:
@@ -207,7 +209,7 @@ _dummies: dict[tuple[type, torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def dummy(weight: Tensor, *, refill: bool = False) -> Tensor:
-    """A zero gradient like the weight (or its local part): a new alias of a tensor that such weights share."""
+    """Returns a zero gradient like the weight (or its local part): a new alias of a tensor that such weights share."""
     here = local(weight)
     key = (type(here), here.shape, here.dtype, here.device)
     kept = _dummies.get(key)
@@ -249,7 +251,7 @@ class Entry(NamedTuple):
     launch: Write
     operands: Sequence[Tensor]
     versions: Sequence[int | None]  # of the operands in the main backward
-    event: Any  # after it the operands are complete; None on the CPU and in a capture, where the caller keeps the order
+    event: Any  # the operands are complete after it; None on the CPU and in a capture, where the caller keeps the order
     captured: bool
 
     def run(self, now: Sequence[Any]) -> None:
@@ -280,7 +282,7 @@ class Entry(NamedTuple):
 
 
 def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
-    """`is_whole`: the weight is a DTensor, and the gradient belongs to all of it, not only to the local part."""
+    """Adds a gradient to `.grad`. `is_whole`: it belongs to the whole of a DTensor, instead of its local part."""
     gradient = gradient.to(weight.dtype)
     if is_whole and is_distributed(weight):
         from torch_bridge import _distributed  # imports torch.distributed.tensor, which is slow
@@ -295,12 +297,12 @@ def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
 
 
 def _versions(operands: Sequence[Tensor]) -> list[int | None]:
-    """The version counters of tensors, which change with their values; None for inference tensors, which have none."""
+    """Returns the version counters of tensors, which change with their values; None for inference tensors."""
     return [None if each.is_inference() else each._version for each in operands]
 
 
 def _finished(device: torch.device) -> tuple[Any, bool]:
-    """(event recorded after all work queued so far, whether a graph is being captured)."""
+    """Returns (an event after all work queued so far, or None if none is needed; whether a graph is being captured)."""
     if device.type != "cuda":
         return None, False
     if torch.cuda.is_current_stream_capturing():
@@ -345,7 +347,7 @@ class GradientQueue:
         return len(self._passes())
 
     def _passes(self) -> list[list[Entry]]:
-        """The entries by backward pass: an entry for a weight that the current pass already has begins the next one."""
+        """Returns the entries by backward pass: a second entry for the same weight begins the next pass."""
         found: list[list[Entry]] = []
         for entry in self._entries:
             if found and all(entry.weights[0] is not other.weights[0] for other in found[-1]):
@@ -362,10 +364,11 @@ class GradientQueue:
         self._entries.append(entry)
 
     def run_oldest(self, weights: Sequence[Any]) -> bool:
-        """Runs and removes the entries of the oldest pass; False if there is none.
+        """Runs and removes the entries of the oldest pass; returns False if there is none.
 
         Args:
-            weights: those of the layer now; if it trains several weights apart, one of each.
+            weights: the layer's weights as they are now. If a layer trains several weights separately, such as A and B
+                of an adapter, these are one tensor for each.
         """
         if not self._entries:
             return False
@@ -390,7 +393,7 @@ class HasDelayed(Protocol):
     queue: GradientQueue
 
     def trained_parameters(self) -> Sequence[Any]:
-        """Its weights, in the order of their groups, or the factors of its adapter."""
+        """Returns its weights, in the order of their groups, or the factors of its adapter."""
         ...
 
 

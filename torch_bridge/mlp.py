@@ -85,7 +85,7 @@ def grouped_mlp(
         lora: adapters of both weights, ((A, B) of wi, (A, B) of wo), either pair or None; the weights are then frozen
             (docs/lora.md). A [G, r, K] and B [G, W, r] of wi, A [G, r, F] and B [G, K, r] of wo, as in
             `grouped_linear`; with `rhs_transposed=False` the last two axes are swapped.
-        lora_scaling, lora_dropout, lora_key: as in `grouped_linear`, for both; the masks of the second differ.
+        lora_scaling, lora_dropout, lora_key: as in `grouped_linear`, for both adapters; each draws masks of its own.
         lora_wgrad_accum: "main_grad", or accumulators in the structure of `lora`.
 
     Raises:
@@ -109,7 +109,7 @@ _CAST = (0, 1, 2, 7, 8)
 
 NO_EXTRAS = (NO_MEASURES, NO_MEASURES)
 _ForwardOperands = namedtuple("_ForwardOperands", "x wi wo sizes probs wi_bias wo_bias out extras")
-"""Operands of forward, in the order of `rules.mlp`; `extras`: of both products."""
+"""Operands of forward, in the order of `rules.mlp`; `extras` has those of both products."""
 
 
 def _forward_rule(run: Any, static: tuple[Mlp, MlpNeeds], o: _ForwardOperands) -> tuple[Any, ...]:
@@ -128,7 +128,7 @@ _FORWARD = define(
 )
 
 GradFacts = tuple[Mlp, MlpSpecs, MlpNeeds, bool]
-"""Static facts of both stages of backward; the last: whether the stage computes the gradient of its weight too."""
+"""Static facts of both stages of backward; the last: whether the stage also computes the gradient of its weight."""
 
 _HiddenOperands = namedtuple("_HiddenOperands", "x h z wi wo sizes probs wi_bias wo_bias dy extras")
 """Operands of the first stage, which ends at the gradient of the hidden rows, in the order of `rules.at_hidden`."""
@@ -145,7 +145,7 @@ _AT_HIDDEN = define(
     _hidden_rule,
     _HiddenOperands,
     rows=("x", "h", "z", "probs", "dy"),
-    most_results=15,  # three gradients, two forms of dh, and the gradient of wo or z and dy as it reads them
+    most_results=15,  # three gradients, two forms of dh, the gradient of wo, or z and dy in the forms that it reads
 )
 
 _FirstOperands = namedtuple("_FirstOperands", "dh of_dh x wi sizes grad_input extras")
@@ -166,7 +166,7 @@ _FIRST_PRODUCT = define(
     _FirstOperands,
     rows=("x", "dh", "of_dh", "grad_input"),
     written=("grad_input",),
-    most_results=8,  # two gradients, and that of wi or x and dh as it reads them
+    most_results=8,  # two gradients, and that of wi, or x and dh in the forms that it reads
 )
 
 
@@ -175,7 +175,7 @@ _FIRST_PRODUCT = define(
 
 
 def facts_of(stages: Sequence[Rule], op: Mlp, specs: MlpSpecs, needs: MlpNeeds, whole: Sequence[bool]) -> Facts:
-    """The facts of an MLP with these operators; the last is left out if nothing needs the gradient of hidden rows."""
+    """Returns the facts of an MLP with these operators; the last one runs only if hidden rows need a gradient."""
     forward, at_hidden, first_product = stages
     keep = kept(op, needs, specs.probs is not None, specs.wi_bias is not None, specs.wo_bias is not None)
     backward = (prepare(at_hidden, (op, specs, needs, needs.wo and whole[1])),)
@@ -185,7 +185,7 @@ def facts_of(stages: Sequence[Rule], op: Mlp, specs: MlpSpecs, needs: MlpNeeds, 
 
 
 def weights_of(given: Arguments, facts: Facts, scaling: Scaling) -> tuple[Any, Any]:
-    """(wi, wo), with the quantised forms that their layers keep."""
+    """Returns (wi, wo), with the quantised forms that their layers keep."""
     wi, wo = given.weights
     if given.caches == (None, None):
         return wi, wo
@@ -198,7 +198,7 @@ def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tens
     (wi, wo), (wi_bias, wo_bias) = weights_of(given, facts, scaling), given.biases
     x, sizes, probs, training, keep = given.x, given.sizes, given.row_scale, facts.training, facts.keep
     extras = scaling.extras(2, None, training=training)
-    operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)  # those of _ForwardOperands
+    operands = (x, wi, wo, sizes, probs, wi_bias, wo_bias, out, extras)  # in the order of _ForwardOperands
     y, x, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
@@ -214,8 +214,8 @@ def _backward(
     kept.clear()
     scaling, buffer = saved.scaling, grad_input if saved.facts.needs.x else None
     of_both = scaling.extras(2, key, training=True)
-    at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, of_both)]  # those of _HiddenOperands
-    first = [(x, wi, sizes, buffer, scaling.extras(1, key, training=True))]  # of _FirstOperands, from x on
+    at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, of_both)]  # in the order of _HiddenOperands
+    first = [(x, wi, sizes, buffer, scaling.extras(1, key, training=True))]  # as _FirstOperands, from x on
     del x, h, z, wi, wo, dy
     return in_stages(saved, sizes, at_hidden, first, deliver)
 
@@ -228,12 +228,12 @@ def in_stages(
     deliver: Deliver,
     of_wi: Callable[..., WeightGradient] = WeightGradient,
 ) -> MainGradients:
-    """Backward in two stages, each followed by the gradient of its weight.
+    """Runs backward in two stages, and delivers the gradient of a weight after each.
 
     Args:
-        at_hidden, first: lists with the operands of the two stages, of the second one those that are no results of the
-            first. Both are emptied, and the caller holds none of these operands, so that rows and quantised weights are
-            freed once no launch reads them.
+        at_hidden, first: two lists, each with the operands of one stage; in `first`, without the results of the first
+            stage. Both are emptied, and the caller must hold none of these operands, so that rows and quantised weights
+            are freed once no launch reads them.
         of_wi: makes the gradient of wi from the arguments of `WeightGradient`.
     """
     facts = saved.facts

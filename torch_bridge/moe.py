@@ -31,9 +31,9 @@ class SharedExpert(NamedTuple):
     """An expert that every token goes to, without a choice.
 
     Attributes:
-        wi: [1, W, H]. wo: [1, H, F]; F need not be that of the other experts.
-        gate: [1, H]; its result is weighted by sigmoid(x @ gate.T). None: by 1.
-        recipe: of its products; with delayed scaling it needs a state of its own.
+        wi: [1, W, H]. wo: [1, H, F]; F may differ from that of the other experts.
+        gate: [1, H]; the expert's result is multiplied by sigmoid(x @ gate.T). None: by 1.
+        recipe: the recipe of its products; with delayed scaling it needs a state of its own.
         lora: adapters of wi and wo, as in `grouped_mlp`, with the scale and dropout of those of the other experts.
     """
 
@@ -152,7 +152,7 @@ def key_of_part(key: Tensor, number: int) -> Tensor:
 
 
 def of_shared(x: Tensor, shared: SharedExpert, **options: Any) -> Tensor:
-    """[T, H]: the result of the shared expert at each token; options: of `grouped_mlp`."""
+    """Returns [T, H]: the result of the shared expert at each token; options: those of `grouped_mlp`."""
     if (held := experts_held(shared.wo)) is not None:  # as above
         routing_spec.check_shared_held("moe", held)
     gate = None

@@ -36,9 +36,9 @@ def shard_experts(module: Module, mesh: DeviceMesh, **how: Any) -> Module:
     these ranks from then on; its shared expert stays whole.
 
     Args:
-        module: with `GroupedLinear` layers whose weights and biases are single grouped parameters.
-        mesh: of one axis, over which experts are spread.
-        how: `transport`, `budget_factor`, `once_per_rank`, `send` and `chunks` of every `nn.MoE`.
+        module: a module with `GroupedLinear` layers whose weights and biases are single grouped parameters.
+        mesh: a mesh of one axis, over which experts are spread.
+        how: the options `transport`, `budget_factor`, `once_per_rank`, `send` and `chunks` of every `nn.MoE`.
 
     Raises:
         TypeError: not a module, or not a mesh. ValueError: the mesh has several axes; a layer has one parameter per

@@ -68,7 +68,7 @@ def quantize(
 
 
 def _quantize(x: Tensor, fmt: Format, axis: Any, group_sizes: Any, key: Tensor | None) -> list[Tensor]:
-    """The arrays of `quantize`: those of each form, then int32 group sizes if x is rows."""
+    """Returns the arrays of `quantize`: those of each form, then int32 group sizes if x is rows."""
     axes, sizes = check_quantize(x, fmt, axis, group_sizes, key)
     if x.dim() == 2 and sizes is None:
         sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)

@@ -112,8 +112,9 @@ def topk_router(
         after_topk: weights are the softmax of the k chosen logits; only with "softmax".
         normalize: weights are divided by their sum over the chosen experts. None: if k > 1 and not "softmax".
         scale: factor of the weights.
-        num_groups, topk_groups: experts lie in `num_groups` groups, and only those of the `topk_groups` best are
-            chosen. group_topk: a group's score is the sum of that many of its best; None: k // topk_groups.
+        num_groups, topk_groups: the experts form `num_groups` groups of equal size, and only experts of the
+            `topk_groups` best groups can be chosen. group_topk: a group's score is the sum of its `group_topk` best
+            scores; None: k // topk_groups.
         experts: integers [T, k], chosen elsewhere, -1 for none (replay, `hash_experts`); the weights are those of this
             pass's scores.
         mask: bool [T], False for padding: such tokens get experts -1 and weights 0, and count nowhere. Their values
@@ -216,7 +217,7 @@ def permute(
     order of its places, in fp32, rounded once. Rows in 8 bits have no gradient.
 
     Args:
-        x: [T, H]. experts: integers [T, k]; others than 0 to G - 1 have no row. num_groups: G.
+        x: [T, H]. experts: integers [T, k]; slots with numbers other than 0 to G - 1 have no row. num_groups: G.
         probs: [T, k], travel with the rows as `permutation.probs`.
         align: every group is padded to a multiple of so many rows; an empty one stays empty.
         max_rows: M, a multiple of `align`. None: T * k rows, plus the most that padding can need. In a smaller buffer
@@ -268,7 +269,8 @@ def unpermute(y: Tensor, permutation: Permutation, weights: Tensor | None = None
     Differentiable in y and the weights, once.
 
     Args:
-        y: [M, H] fp32, bf16 or fp16, all rows of `permute`; padding is not read. permutation: of `permute`.
+        y: [M, H] fp32, bf16 or fp16, all rows of `permute`; padding is not read. permutation: the one that `permute`
+            returned.
         weights: [T, k], factors of the rows; None: 1. Slots without a row add nothing.
 
     Raises:
@@ -322,7 +324,7 @@ def unpad_groups(rows: Tensor, map: Padding) -> Tensor:
     """[M, H]: the rows that `pad_groups` padded; rows past the groups are zero. Differentiable in the rows, once.
 
     Args:
-        rows: [P, H]. map: of `pad_groups`.
+        rows: [P, H]. map: the one that `pad_groups` returned.
 
     Raises:
         TypeError: `rows` is not a tensor, or `map` no padding. ValueError: shapes, devices or layouts. RuntimeError:
@@ -418,8 +420,9 @@ def balance_quantile(
     upper edge of the first bin that reaches it. Without gradients, as `update_bias`.
 
     Args:
-        logits: [T, E]. bias: [E], of the router. k: experts per token. score: of the router.
-        bins, low, high: of the histogram; margins outside fall into the first and the last bin.
+        logits: [T, E]. bias: [E], that of the router. k: experts per token. score: that of the router.
+        bins, low, high: the number of bins and the ends of the histogram; margins outside fall into the first and the
+            last bin.
         mask: bool [T], False for padding. process_group: the histogram is summed over its ranks.
 
     Raises:

@@ -102,7 +102,7 @@ _CAST = (0, 3, 4, 7, 8)
 # Operators
 
 RoutedOperands = namedtuple("RoutedOperands", "x experts weights wi wo tokens wi_bias wo_bias out extras")
-"""Operands of forward; `extras`: of both products."""
+"""Operands of forward; `extras` has those of both products."""
 
 
 def _forward_rule(run: Any, static: tuple[Mlp, MlpNeeds], o: RoutedOperands) -> tuple[Any, ...]:
@@ -119,7 +119,7 @@ _FORWARD = define(
     RoutedOperands,
     derived=("x", "experts", "weights", "out"),
     written=("out",),
-    most_results=18,  # y, four of the order, h, and rows and weights of both products as backward reads them
+    most_results=18,  # y, four of the order, h, and rows and weights of both products in the forms that backward reads
 )
 
 HiddenOperands = namedtuple("HiddenOperands", "x h z wi wo sizes source inverse probs wi_bias wo_bias dy extras")
@@ -141,7 +141,7 @@ _AT_HIDDEN = define(
     _hidden_rule,
     HiddenOperands,
     derived=("x", "h", "z", "source", "inverse", "probs", "dy"),
-    most_results=15,  # three gradients, two forms of dh, and the gradient of wo or z and dy as it reads them
+    most_results=15,  # three gradients, two forms of dh, the gradient of wo, or z and dy in the forms that it reads
 )
 
 FirstOperands = namedtuple("FirstOperands", "dh of_dh x wi sizes source inverse grad_input extras")
@@ -168,12 +168,12 @@ _FIRST_PRODUCT = define(
     FirstOperands,
     derived=("x", "source", "inverse", "dh", "of_dh", "grad_input"),
     written=("grad_input",),
-    most_results=8,  # two gradients, and that of wi or x and dh as it reads them
+    most_results=8,  # two gradients, and that of wi, or x and dh in the forms that it reads
 )
 
 
 GatheredOperands = namedtuple("GatheredOperands", "x source inverse scale dy sizes into into_up")
-"""Operands of the gradient of wi whose rows are gathered when it is computed."""
+"""Operands of the gradient of wi if its rows are gathered when it is computed."""
 
 
 def _gathered_rule(run: Any, static: WeightFacts, o: GatheredOperands) -> list[Any]:
@@ -194,10 +194,10 @@ _GATHERED = define(
 
 @dataclass(slots=True, eq=False)
 class _GatheredGradient(WeightGradient):
-    """The gradient of wi, whose rows are gathered when it is computed: those of x [T, K] at `source` [M].
+    """The gradient of wi, for which the rows of x [T, K] at the slots `source` [M] are gathered when it is computed.
 
     Attributes:
-        inverse: [T, k], row of each slot. scale: quantisation scales [G] of delayed scaling, or None.
+        inverse: [T, k], the row of each slot. scale: the quantisation scales [G] of delayed scaling, or None.
     """
 
     x: Any
@@ -207,7 +207,7 @@ class _GatheredGradient(WeightGradient):
 
     def launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
         maps = (self.source, self.inverse)
-        operands = (self.x, *maps, self.scale, self.dy, self.sizes, into, into_up)  # those of GatheredOperands
+        operands = (self.x, *maps, self.scale, self.dy, self.sizes, into, into_up)  # in the order of GatheredOperands
         return call_prepared(prepare(_GATHERED, (self.op, self.weight, halves, accumulate)), operands, self.count)
 
     def read(self) -> tuple[Any, ...]:
@@ -219,13 +219,13 @@ class _GatheredGradient(WeightGradient):
 
 
 def _kept_tokens(facts: Facts) -> tuple[bool, bool]:
-    """Whether backward reads x: at the hidden rows, and for the gradient of wi."""
+    """Returns whether backward reads x in its first stage, and whether it does for the gradient of wi."""
     specs = facts.specs
     return rules.kept_tokens(facts.op, facts.needs, specs.wi_bias is not None, specs.wo_bias is not None)
 
 
 def _result_spec(x: Any) -> ArraySpec:
-    """That of y [T, K]."""
+    """Returns the spec of y [T, K]."""
     return ArraySpec(tuple(x.shape), x.dtype) if isinstance(x, QTensor) else rows_spec(x)
 
 
@@ -256,9 +256,9 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
         of_wi = partial(_GatheredGradient, x=x, source=source, inverse=inverse, scale=scaling.scale(0, X))
     buffer, of_both = grad_input if facts.needs.x else None, scaling.extras(2, key, training=True)
     rows, biases = (x if again else None, h, z), (wi_bias, wo_bias)
-    at_hidden = [(*rows, wi, wo, sizes, source, inverse, probs, *biases, dy, of_both)]  # those of HiddenOperands
+    at_hidden = [(*rows, wi, wo, sizes, source, inverse, probs, *biases, dy, of_both)]  # in the order of HiddenOperands
     of_first = scaling.extras(1, key, training=True)
-    first = [(rows_of, wi, sizes, source, inverse, buffer, of_first)]  # those of FirstOperands, from x on
+    first = [(rows_of, wi, sizes, source, inverse, buffer, of_first)]  # as FirstOperands, from x on
     del x, h, z, rows, rows_of, wi, wo
     return in_stages(saved, sizes, at_hidden, first, deliver, of_wi)
 

@@ -82,7 +82,7 @@ def cast_shards(
         starts: for each weight the index of the element with which its slice begins.
         process_group: the group over which the maximum of amax is taken; None: this rank has all elements.
         skip: int32 [1]; if it is not zero on the device, nothing is written.
-        dtype: of the masters, the same on every rank.
+        dtype: the dtype of the masters, the same on every rank.
 
     Raises:
         TypeError: a weight that is not quantised, a slice in another dtype. ValueError: slices that do not fit, or are

@@ -32,7 +32,7 @@ Facts = tuple[Any, ...]
 _UNKNOWN: Facts = ("unknown",)
 _PLAIN = (bool, int, float, str, type(None))
 _TOLERANCE = 1e-12
-"""How far two float64 evaluations of one formula may lie apart, relative to 1 + the size of their operands."""
+"""How much two float64 evaluations of one formula may differ, relative to 1 + the size of their operands."""
 _WIDTH = 4
 """Activated columns of a row of the probe."""
 
@@ -167,7 +167,7 @@ def recognised(name: str, gated: bool, facts: Facts) -> Activation:
     """The activation that the code computes.
 
     Args:
-        name: of the class of the experts, for the message. gated: whether rows hold a gate and a linear half.
+        name: the name of the experts' class in the message. gated: whether rows hold a gate and a linear half.
 
     Raises:
         NotImplementedError: it is none of `KINDS`, or reads what cannot be compared.

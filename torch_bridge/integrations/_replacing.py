@@ -12,7 +12,7 @@ class Replacement(NamedTuple):
     """One function to replace.
 
     Attributes:
-        owner: a class or a module that defines it. name: of the function in its owner.
+        owner: the class or the module that defines the function. name: the name of the function there.
         parameters: the names of its parameters in the releases for which the adapter was written.
         make: the host's own function -> the one in its place.
     """

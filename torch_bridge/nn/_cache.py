@@ -25,7 +25,7 @@ def _capturing() -> bool:
 
 
 def _mark(parameters: Sequence[Any]) -> tuple[Any, ...]:
-    """Identifies the content of the weights; None for those that FSDP gathers again each time."""
+    """Returns (address, version) of each weight, which identify its content; None if FSDP gathers it each time."""
     parts = [None if hasattr(each, "__fsdp_param__") else local(each) for each in parameters]
     return tuple([None if each is None or each.is_inference() else (each.data_ptr(), each._version) for each in parts])
 
@@ -37,7 +37,7 @@ class WeightCache:
     device, which captured graphs read at each replay. A copy, including an unpickled one, starts empty.
 
     Attributes:
-        update: the last flag of `set_update`; None: it was never called, there is no flag.
+        update: the flag of the last call of `set_update`; None if there was no call, so that there is no flag.
         exchanges: how often the layer was given other Parameters for its weights. FSDP2 does so whenever it gathers
             them, often at the same address, and always with their previous version.
     """
@@ -71,10 +71,11 @@ class WeightCache:
         self.update = flag
 
     def bind(self, name: str, parameters: Sequence[Any], first: bool | None) -> Any:
-        """How one forward pass gets its forms; None: it quantises the weights and keeps nothing.
+        """Returns the function that gives a pass its forms; None if the pass quantises the weights and keeps nothing.
 
         Args:
-            name: of the layer, for messages. parameters: those whose versions count. first: `is_first_microbatch`.
+            name: the layer's name in messages. parameters: the Parameters whose versions count. first:
+                `is_first_microbatch`.
         """
         if first is None and self.update is None:
             return None
@@ -92,7 +93,7 @@ class WeightCache:
         parameters: Sequence[Any],
         first: bool | None,
     ) -> list[QTensor[Tensor]]:
-        """The requested forms of `weight`, updated if they are due (`_weight_forms.WeightForms`)."""
+        """Returns the requested forms of `weight`, updated if they are due (`_weight_forms.WeightForms`)."""
         source = members(weight)[0]
         if any(each.values.device != source.device for each in self._forms.values()):
             self._forms.clear()  # the layer was moved
@@ -129,7 +130,7 @@ class WeightCache:
         return [self._forms[key] for key in keys]
 
     def _stale(self, keys: Sequence[_Key], parameters: Sequence[Any], *, by_flag: bool) -> str | None:
-        """Why the forms cannot be reused, or None; with `by_flag` versions are not compared, as in replays."""
+        """Returns why the forms cannot be reused, or None. With `by_flag` versions are not compared, as in replays."""
         if self._seen is None or not self._forms:
             return "empty"
         if by_flag:
@@ -147,7 +148,13 @@ class WeightCache:
         skip: Tensor | None,
         others: Sequence[_Key],
     ) -> None:
-        """`others`: the keys whose new content may differ from what earlier passes saved."""
+        """Quantises `weight` in the forms `keys`: it overwrites those that exist and makes the others.
+
+        Args:
+            skip: int32 [1]; existing forms are not overwritten if it is not zero on the device.
+            others: the keys of forms whose new content may differ from what earlier passes saved. Their versions are
+                incremented, so that autograd refuses a pending backward that would read them.
+        """
         held = [self._forms[key] for key in keys if key in self._forms]
         missing = [key for key in keys if key not in self._forms]
         if held:

@@ -17,7 +17,7 @@ from torch_bridge._tensors import DTYPES, TORCH_DTYPES
 
 
 def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
-    """The sizes as integers. Raises TypeError for other types, ValueError below 1."""
+    """Returns the sizes as integers. Raises TypeError for other types, ValueError below 1."""
     found = []
     for name, size in sizes.items():
         try:
@@ -32,9 +32,10 @@ def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
 
 
 def check_keywords(layer: str, given: Iterable[str], *kinds: type[Any]) -> None:
-    """Refuses the first of the keywords that none of these layers has, whose keywords `layer` takes. Raises TypeError.
+    """Refuses a keyword of `layer` that none of the layers `kinds`, which get its keywords, has. Raises TypeError.
 
-    Without it the innermost layer would refuse it, by a name that the user did not write. No MLP takes `scale_bias`.
+    Without this check the innermost layer would refuse it, by a name that the user did not write. No MLP takes
+    `scale_bias`.
     """
     every = [each for kind in kinds for each in inspect.signature(kind).parameters.values()]
     known = {each.name for each in every if each.kind is each.KEYWORD_ONLY} - {"scale_bias"}
@@ -47,7 +48,7 @@ def check_keywords(layer: str, given: Iterable[str], *kinds: type[Any]) -> None:
 
 
 def parameter_dtype(layer: str, dtype: Any) -> torch.dtype:
-    """The dtype of the parameters of a layer; None: the default. Raises TypeError for one without kernels."""
+    """Returns the dtype of a layer's parameters; None: the default. Raises TypeError for one without kernels."""
     found = torch.get_default_dtype() if dtype is None else dtype
     if DTYPES.get(found) not in WIDE:
         raise TypeError(
@@ -58,7 +59,7 @@ def parameter_dtype(layer: str, dtype: Any) -> torch.dtype:
 
 
 def check_recipe(name: str, recipe: Any) -> None:
-    """Refuses anything but an unbound recipe or None. Raises TypeError. `name`: of the layer or function."""
+    """Refuses anything but an unbound recipe or None. Raises TypeError. `name`: the layer or function, for messages."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
             f"`recipe` of {name}: {type(recipe).__name__}, expected a Recipe or None; the layer binds it to its own "
@@ -67,12 +68,12 @@ def check_recipe(name: str, recipe: Any) -> None:
 
 
 def compute_dtype(x: Any, parameters: torch.dtype) -> torch.dtype:
-    """The dtype in which a layer computes: autocast's if it is on, otherwise that of its parameters."""
+    """Returns the dtype in which a layer computes: autocast's if it is on, otherwise that of its parameters."""
     return _autocast.dtype_of(x) or parameters
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows in the dtype of the computation; 8-bit rows are unchanged, and other types are refused later."""
+    """Casts rows to the dtype of the computation; 8-bit rows are unchanged, and other types are refused later."""
     if not isinstance(x, Tensor) or x.dtype == dtype:
         return x
     if _autocast.dtype_of(x) is not None:

@@ -1,4 +1,4 @@
-"""The adapters of layers: their parameters, as operands of the operations, merged, and in the layout of PEFT.
+"""The adapters of layers: their parameters, their use as operands, merging into the weights, and the layout of PEFT.
 
 Letters: G groups (experts), K in, N out, r rank.
 """
@@ -19,7 +19,7 @@ from torch_bridge._checks import is_distributed
 from torch_bridge._gradients import Owner
 
 FACTORS = ("lora_A", "lora_B")
-"""Names of the parameters, [G, r, K] and [G, N, r]."""
+"""The names of the parameters A [G, r, K] and B [G, N, r]."""
 
 
 def hold(layer: Any, device: Any, dtype: torch.dtype) -> None:
@@ -33,20 +33,20 @@ def hold(layer: Any, device: Any, dtype: torch.dtype) -> None:
 
 
 def reset(layer: Any) -> None:
-    """A uniform within 1/sqrt(K), B zero, so that the layer computes what its weights do."""
+    """Initialises A uniformly within 1/sqrt(K) and B with zeros, so that the layer computes what its weights do."""
     with torch.no_grad():
         layer.lora_A.uniform_(-1 / math.sqrt(layer.in_features), 1 / math.sqrt(layer.in_features))
         layer.lora_B.zero_()
 
 
 def operands(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A and B in the dtype of the computation; of expert-sharded parameters this rank's part."""
+    """Returns A and B in the dtype of the computation; if the experts are sharded, this rank's part of them."""
     a, b = layer.local_factors()
     return a.to(dtype), b.to(dtype)
 
 
 def key(dropout: float, training: bool, device: torch.device) -> tuple[float, Tensor | None]:
-    """(dropout, its key) of one pass, drawn from the device's generator; none in evaluation."""
+    """Draws a key from the device's generator and returns (dropout, key) of one pass; (0.0, None) in evaluation."""
     if not dropout or not training:
         return 0.0, None
     drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device)  # there are no unsigned numbers
@@ -54,7 +54,7 @@ def key(dropout: float, training: bool, device: torch.device) -> tuple[float, Te
 
 
 def owners(layer: Any, path: str = "") -> tuple[Owner | None, Owner | None]:
-    """The owners of the gradients of A and of B, unless they simply go to autograd; `path`: of the layer."""
+    """Returns the owners of A and of B; None if gradients simply go to autograd. `path`: the layer, for messages."""
     a, b = layer.lora_A, layer.lora_B
     return layer.owner((a,), ("lora_A",), path), layer.owner((b,), ("lora_B",), path)
 
@@ -86,7 +86,7 @@ def _check_has_adapters(layers: tuple[Any, Any]) -> None:
 
 
 def to_peft(layers: tuple[Any, Any], prefix: str) -> dict[str, Tensor]:
-    """The adapters of both layers of an MLP, named and laid out as PEFT's `target_parameters`.
+    """Returns the adapters of both layers of an MLP, named and laid out as those of PEFT's `target_parameters`.
 
     Raises:
         ValueError: a layer has no adapter.
@@ -100,11 +100,11 @@ def to_peft(layers: tuple[Any, Any], prefix: str) -> dict[str, Tensor]:
 
 
 def from_peft(layers: tuple[Any, Any], state: Mapping[str, Tensor], prefix: str) -> None:
-    """Loads what `to_peft` makes, or PEFT.
+    """Loads adapters that `to_peft` or PEFT made.
 
     Raises:
-        TypeError: no mapping of tensors. ValueError: an entry is missing, or has not the shape of the layer, or a layer
-            has no adapter. In both cases nothing is loaded.
+        TypeError: not a mapping of tensors. ValueError: an entry is missing, or its shape is not that of the layer, or
+            a layer has no adapter. In both cases nothing is loaded.
     """
     _check_has_adapters(layers)
     if not isinstance(state, Mapping):

@@ -28,7 +28,7 @@ from torch_bridge.quantized_weight import QuantizedWeight, mapped, named_parts, 
 
 
 class Options(NamedTuple):
-    """How a layer holds its weights."""
+    """How a layer holds its weights: whether quantised, by which recipe, and whether it keeps initial values."""
 
     quantized: bool = False
     recipe: Recipe | None = None
@@ -61,7 +61,7 @@ def quantized_model_init(
 
 
 def options(quantized: bool | None, recipe: Recipe | None, preserve: bool | None) -> Options:
-    """The keywords of a layer, completed with the current defaults.
+    """Returns the keywords of a layer, completed with the current defaults.
 
     Raises:
         ValueError: quantised weights with a recipe that does not quantise weights.
@@ -95,10 +95,10 @@ def weights(
     *,
     one_form: bool = False,
 ) -> list[Any]:
-    """The Parameters of a layer's weight [G, N, K], one, or one per group; zeros.
+    """Makes the Parameters of a layer's weight [G, N, K], filled with zeros: one for all groups, or one per group.
 
     Args:
-        one_form: only the form of forward, which dgrad reads too.
+        one_form: whether there is only the form of forward, which dgrad then reads too.
     """
     formats = (recipe.forward[1], None if one_form else recipe.dgrad[1])
     store = quantized_weight.empty(shape, formats, dtype_name(dtype), device)
@@ -129,7 +129,7 @@ def refuse_export() -> None:
 
 
 def operand(parameters: Sequence[Any], dtype: torch.dtype) -> StraightThrough:
-    """The quantised weights of all members for a product; gradients go to the Parameters. `dtype`: to compute in."""
+    """Returns the weights of all members for a product that computes in `dtype`; gradients go to the Parameters."""
     store, _ = parameters[0].home
     whole: Any = parameters[0] if parameters[0].dim() == 3 else list(parameters)
     return StraightThrough(whole, _nominal(store, dtype_name(dtype)))
@@ -142,7 +142,7 @@ def _nominal(q: QTensor[Tensor], dtype: str) -> QTensor[Tensor]:
 
 
 def initialise(weight: QuantizedWeight, preserve: bool, draw: Callable[[Tensor], Any]) -> None:
-    """Draws a new value, also kept on the host if it is to be preserved; `draw` fills a tensor in place."""
+    """Draws a new value, and also keeps it on the host if it is to be preserved; `draw` fills a tensor in place."""
     value = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     draw(value)
     weight.store(value)
@@ -152,7 +152,7 @@ def initialise(weight: QuantizedWeight, preserve: bool, draw: Callable[[Tensor],
 
 
 def follow(parameters: Sequence[Any], state: ScalingState[Tensor] | None, product: int = 0) -> None:
-    """Sets the scales and the current amax in the state that weights with delayed scaling use."""
+    """Gives weights with delayed scaling their scales and the place of their current amax in the state."""
     if state is None or not is_held(parameters) or not parameters[0].q.format.delayed:
         return
     role = len(scaling.ROLES) * product + scaling.ROLES.index("w")
@@ -165,7 +165,7 @@ def follow(parameters: Sequence[Any], state: ScalingState[Tensor] | None, produc
 
 
 def applied(layer: Any, fn: Callable[[Tensor], Tensor], apply: Callable[[], Any]) -> None:
-    """`apply` is Module._apply of the layer with `fn`; quantised weights move but are not converted.
+    """Runs `apply`, `Module._apply` of the layer with `fn`, such that quantised weights move but are not converted.
 
     A cast changes only their nominal dtype.
     """
@@ -225,7 +225,7 @@ def _strayed(weight: QuantizedWeight, member: QTensor[Tensor]) -> bool:
 
 
 def _assembled(like: QTensor[Tensor], parts: dict[str, Tensor], prefix: str = "") -> QTensor[Tensor]:
-    """A `QTensor` in the forms of `like` with the tensors of `parts`, whose number of groups may differ."""
+    """Makes a `QTensor` with the forms of `like` from the tensors `parts`, whose number of groups may differ."""
     own = {name.removeprefix(prefix): part for name, part in parts.items() if name.rpartition(".")[0] == prefix[:-1]}
     groups = own["values"].shape[0]
     other = None if like.other is None else _assembled(like.other, parts, "other.")

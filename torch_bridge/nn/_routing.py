@@ -1,4 +1,4 @@
-"""Keywords of a Sequential's modules, addressed by module or index."""
+"""Keywords for the modules of a Sequential, which are addressed by module or index."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def addressed(
     taken: Sequence[Sequence[str] | None],
     op_kwargs: Mapping[Module | int, Mapping[str, Any]],
 ) -> dict[int, Mapping[str, Any]]:
-    """The keywords by position of the module (BUF-5).
+    """Returns the keywords for each module that has some, by the position of the module (BUF-5).
 
     Args:
-        taken: the keywords that each layer takes; None: it is not a module of this package. op_kwargs: by module or
-            index.
+        taken: the keywords that each layer takes; None: it is not a module of this package. op_kwargs: the keywords by
+            module or index.
 
     Raises:
         ValueError: a key is not a module of this package, or one is addressed twice. TypeError: unknown keywords, or
@@ -43,8 +43,8 @@ def addressed(
         if unknown:
             valid = ", ".join(takes) or "none"
             raise TypeError(
-                f"`op_kwargs` of Sequential: keyword {unknown[0]!r} for module {at} ({name}), valid ones: {valid}; "
-                "use one of these."
+                f"`op_kwargs` of Sequential: keyword {unknown[0]!r} for module {at} ({name}), expected only "
+                f"valid ones: {valid}; leave out all others."
             )
         found[at] = keywords
     return found

@@ -1,6 +1,6 @@
 """Layers with recipes that quantise: their state of delayed scaling, and their random keys.
 
-Letters: G groups, R roles, L steps of history.
+Letters: G groups, R roles (x, weight and dy of each product), L steps of history.
 """
 
 from __future__ import annotations
@@ -147,13 +147,13 @@ class ScaledModule(Module):
 def bound(
     recipe: Recipe | None, state: ScalingState[Tensor] | None, rows: Any, *, training: bool
 ) -> Recipe | BoundRecipe | None:
-    """The recipe of one forward pass, with its state, and with a new key if it uses stochastic rounding.
+    """Returns the recipe of one forward pass, with its state, and with a new key if it uses stochastic rounding.
 
     Only backward reads the key. Reentrant checkpointing runs the first of two passes without gradients, and both must
     advance the generator equally for random operations after the layer; so a layer in training always draws a key.
 
     Args:
-        rows: those of the operation, on its device.
+        rows: the rows of the operation, on whose device the key is drawn.
     """
     if recipe is None:
         return None

@@ -25,9 +25,10 @@ def adapt(
     """Converts `{prefix}{kind}`, or `{prefix}{kind}0` to `{prefix}{kind}{G-1}`, to the layer's form, in place.
 
     Args:
-        state: the state dict to load. kind: "weight" or "bias". groups: G. shape: of one group's tensor.
+        state: the state dict to load. kind: "weight" or "bias". groups: G. shape: the shape of one group's tensor.
         grouped: whether the layer has one tensor for all groups.
-        suffix: of these names; it belongs to a part of a quantised weight, whose first axis is groups.
+        suffix: the end of these names, for a part of a quantised weight; the first axis of such a part numbers the
+            groups.
 
     Raises:
         ValueError: both forms are present, the indexed one is incomplete, or the grouped one cannot be split.

@@ -44,7 +44,7 @@ class GroupedLinear(ScaledModule):
     Args:
         num_groups: G. in_features: K. out_features: N.
         bias: whether there is a bias.
-        device, dtype: of the parameters; fp32, bf16 or fp16.
+        device, dtype: those of the parameters; fp32, bf16 or fp16.
         recipe: formats of the products; None uses the operands without quantising them. With delayed scaling the layer
             has its own state, in buffers; pass `scaling_state` to `update_scaling` after each step. With stochastic
             rounding each forward pass draws a key from the device's generator, except in evaluation without gradients.
@@ -220,7 +220,7 @@ class GroupedLinear(ScaledModule):
         """The cache of quantised weights for one forward pass, or None.
 
         Args:
-            name: of the layer, for messages. first: `is_first_microbatch`.
+            name: the layer's name in messages. first: `is_first_microbatch`.
         """
         if self.recipe is None or not self.recipe.quantized:
             return None
@@ -263,7 +263,7 @@ class GroupedLinear(ScaledModule):
         return self._local(self._held(_lora.FACTORS), _lora.FACTORS, "")
 
     def trained_parameters(self) -> tuple[Any, ...]:
-        """The Parameters whose gradients the options deliver: those of the weights, or of the adapter."""
+        """The Parameters whose gradients the options deliver: the weights, or the factors of the adapter."""
         return self._held(_lora.FACTORS if self.lora.rank else self.weight_names)
 
     def merge(self) -> None:
@@ -312,7 +312,8 @@ class GroupedLinear(ScaledModule):
         """The owner of the weight gradients, unless they simply go to autograd.
 
         Args:
-            names: of the parameters. path: of this layer in the one that runs it, with a dot; messages name both.
+            names: the names of the parameters. path: the path of this layer in the layer that runs it, with a dot;
+                messages use both.
         """
         if not self.accumulate_into_main_grad and not self.delay_wgrad_compute:
             return None

@@ -54,9 +54,9 @@ def fused_mlp(
     """Runs both layers and the activation between them as one operation.
 
     Args:
-        state: of delayed scaling of both products; None: each layer has its own, or none.
+        state: the state of delayed scaling of both products; None: each layer has its own, or none.
         routed: whether x are tokens; then `group_sizes` and `probs` are their experts and weights.
-        max_rows: of tokens, as in `routed_mlp`.
+        max_rows: the room for rows of tokens, as in `routed_mlp`.
     """
     if (fc1.quantized_weights or fc2.quantized_weights) and is_compiling():
         _primary.refuse_export()
@@ -257,7 +257,7 @@ class GroupedMLP(ScaledModule):
         self.linear_fc1.fire_wgrad_hooks()
 
     def merge(self) -> None:
-        """As in `GroupedLinear`, for each layer that has an adapter.
+        """Merges adapters as `GroupedLinear` does, in each layer that has one.
 
         Raises:
             ValueError: neither has.
@@ -272,7 +272,7 @@ class GroupedMLP(ScaledModule):
         """The adapters with the names and in the layout of PEFT's `target_parameters` on `gate_up_proj`, `down_proj`.
 
         Args:
-            prefix: of an experts module in PEFT, e.g. "base_model.model.model.layers.0.mlp.experts.".
+            prefix: the prefix of an experts module in PEFT, e.g. "base_model.model.model.layers.0.mlp.experts.".
 
         Raises:
             ValueError: a layer has no adapter.
@@ -294,7 +294,7 @@ class GroupedMLP(ScaledModule):
         self.linear_fc2.refresh_weight_table()
 
     def set_weight_update(self, flag: bool) -> None:
-        """As in `GroupedLinear`, for both layers."""
+        """Does what `GroupedLinear.set_weight_update` does, for both layers."""
         self.linear_fc1.set_weight_update(flag)
         self.linear_fc2.set_weight_update(flag)
 

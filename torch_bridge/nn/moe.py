@@ -34,7 +34,7 @@ class Router(Module):
         hidden: H. num_experts: E. selection_bias: whether there is a buffer `selection_bias`, fp32 [E], that is added
             to the scores which choose experts. It stays fp32 when the layer is cast, and nothing here writes it: copy
             the result of `route.update_bias` or `route.balance_quantile` into it.
-        device, dtype: of the weight.
+        device, dtype: those of the weight.
     """
 
     selection_bias: Tensor | None
@@ -124,7 +124,7 @@ class MoE(Module):
         selection_bias: whether the router has a bias for the choice, see `Router`.
         shared_dim: width of an expert that all tokens go to, dropped ones too; None: there is none.
         shared_gate: whether its result is multiplied by the sigmoid of a product of the token with a learned vector.
-        process_group: of the ranks over which the experts are spread; rank r of P holds experts r E / P to
+        process_group: the group of the ranks over which the experts are spread; rank r of P holds experts r E / P to
             (r + 1) E / P - 1, and router and shared expert are replicated. Every rank has to run each pass. None: this
             process has all experts.
         transport, budget_factor, once_per_rank, send, chunks: how tokens travel, as in `parallel.moe`.
@@ -365,7 +365,7 @@ class MoE(Module):
             layer.refresh_weight_table()
 
     def set_weight_update(self, flag: bool) -> None:
-        """As in `GroupedLinear`, for all layers."""
+        """Does what `GroupedLinear.set_weight_update` does, for all layers."""
         for layer in self._layers():
             layer.set_weight_update(flag)
 

@@ -127,7 +127,8 @@ class Sequential(Module):
         reason = self.why_unsupported()
         if reason is not None:
             raise NotImplementedError(
-                f"`fuse` of Sequential: 'always', but {reason}; change that, or choose fuse='auto'."
+                f"`fuse` of Sequential: 'always', expected modules that run as one operation, but {reason}; change "
+                "that, or choose fuse='auto'."
             )
 
     def __len__(self) -> int:
@@ -140,11 +141,11 @@ class Sequential(Module):
         return [each for each in self._modules.values() if each is not None]
 
     def _structure(self) -> tuple[Any, ...]:
-        """Its modules, a nested Sequential together with its own structure."""
+        """Returns its modules; a nested Sequential is paired with its own structure."""
         return tuple([(each, each._structure()) if isinstance(each, Sequential) else each for each in self._layers()])
 
     def _planned(self) -> _Plan:
-        """The plan for its current layers."""
+        """Returns the plan for its current layers."""
         plan, structure = self._plan, self._structure()
         if plan is None or plan.structure != structure:
             layers = self._layers()
@@ -266,7 +267,7 @@ class Sequential(Module):
             layer.refresh_weight_table()
 
     def set_weight_update(self, flag: bool) -> None:
-        """As in `GroupedLinear`, for every layer."""
+        """Does what `GroupedLinear.set_weight_update` does, for every layer."""
         for layer in self._delaying():
             layer.set_weight_update(flag)
 
