@@ -54,7 +54,7 @@ MULTIPLIED_AS_BF16 = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 ORACLES = 1e-12
 """Two float64 oracles of one small layer against one another, absolute."""
 MARGIN_STEP = 1e-5
-"""How far a margin near the edge of a bin may lie on the other side: some 80 ulp of scores up to 1."""
+"""How far beyond the edge of a bin a margin may be: some 80 ulp of scores up to 1."""
 MEAN_OF_BIASES = 1e-6
 """Of fp32 biases below 1 whose mean was taken off, absolute."""
 FINITE_DIFFERENCES = 1e-6

@@ -118,7 +118,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             draw = partial(cases.drawn, f"{seed} {metafunc.function.__name__}")
         names = sorted(options, key="kernel".__eq__)  # last, as in the rows
         if _gpu_missing() and _for_gpu_alone(metafunc.definition, options):
-            # Nothing is drawn for a GPU that is not there: one test stands for all rows, and its mark deselects it.
+            # For a GPU that is not there one test takes the place of all rows, and its mark deselects it.
             metafunc.parametrize(",".join(names), [pytest.param(*[None] * len(names), marks=pytest.mark.gpu, id="gpu")])
             continue
         if "kernel" in options:

@@ -40,13 +40,13 @@ class Scaling:
         if not self.states:
             return None
         if self.scales is not None:
-            return self.scales[_row(product, role)]
+            return self.scales[row(product, role)]
         state, first = self.state(product)
         return state.scale[first + role]
 
     def state(self, product: int) -> tuple[ScalingState[Tensor], int]:
         """Returns (the state of a product, the index of the product's first role in that state)."""
-        return (self.states[0], _row(product, X)) if len(self.states) == 1 else (self.states[product], 0)
+        return (self.states[0], row(product, X)) if len(self.states) == 1 else (self.states[product], 0)
 
     def extras(self, products: int, key: Tensor | None, *, training: bool) -> Flat | None:
         """Returns what rules of the first `products` need to quantise their operands; None if nothing is bound.
@@ -66,7 +66,7 @@ class Scaling:
         return Flat(layout, (key, *scales, *histories))
 
 
-def _row(product: int, role: int) -> int:
+def row(product: int, role: int) -> int:
     """The row of a role where all products share one array."""
     return product * len(scaling.ROLES) + role
 
@@ -77,8 +77,8 @@ def _layout(products: int, states: int, copied: bool, training: bool) -> ExtrasL
     scales = 0 if states == 0 else 1 if copied else states
     found, roles = [], range(len(scaling.ROLES))
     for product in range(products):
-        state, first = (product, 0) if states > 1 else (0, _row(product, X))
-        rows = [(0, _row(product, role)) if copied else (state, first + role) if states else None for role in roles]
+        state, first = (product, 0) if states > 1 else (0, row(product, X))
+        rows = [(0, row(product, role)) if copied else (state, first + role) if states else None for role in roles]
         steps = [(scales + state, first + role) if states and training else None for role in roles]
         found.append(ProductExtras(tuple(rows), tuple(steps)))
     return ExtrasLayout(tuple(found), training or not states, scales, states if training else 0)

@@ -39,7 +39,7 @@ NARROW, MOST_NARROW = "grouped_matmul_narrow_cuda", 32
 """The kernel of 16-bit products with so few columns, and of gradients with so few rows or columns."""
 
 IN_PLACE = {"cpu": 2, "sm_80": 32, "sm_89": 32, "sm_90a": 64}
-"""By arch: a contraction over two arrays, each as deep as a multiple of this, reads them where they lie, by the kernel
+"""By arch: a contraction over two arrays, each as deep as a multiple of this, reads them in place, by the kernel
 that takes them as one array. Others are joined. Where tensor cores multiply float32 it is half of that."""
 
 OF_CODES = frozenset(
@@ -144,7 +144,7 @@ def test_calls_of_float32_that_hopper_leaves():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
 @pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")])
 def test_codes_without_hopper(arch, dtypes):
-    """Those of 8 bits meet as they are from sm_89 on, if they lie along the contraction in multiples of 16 bytes."""
+    """From sm_89 on operands of 8 bits are multiplied as they are if the last axis, of 16 n bytes, is contracted."""
     compiled(arch)
     built = any(89 <= int(name.rstrip("a")) <= int(arch[3:]) for name in _native.cuda_archs)
     for k, axis in ((48, 2), (40, 2), (48, 1)):

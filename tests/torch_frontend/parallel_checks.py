@@ -198,7 +198,7 @@ def a_sharded_state_dict_loads_into_either_form(mesh: DeviceMesh) -> None:
 
 
 @check
-def forms_of_weights_that_were_gathered_anew_are_not_reused(mesh: DeviceMesh) -> None:
+def forms_of_weights_gathered_in_earlier_passes_are_not_reused(mesh: DeviceMesh) -> None:
     """Gathered weights often have the same address, and always the same version."""
     for listed in (False, True):
         for _ in range(8):
@@ -452,7 +452,7 @@ def _codes(module: Any) -> dict[str, Tensor]:
 def shards_of_masters_give_the_codes_of_whole_ones(mesh: DeviceMesh) -> None:
     """Cut in the middle of a row, of a block and of a byte, at the end of a weight, and where one rank has nothing.
 
-    A rank's part of the magnitudes decides nothing alone: the largest lie with either, and a NaN with the first.
+    No rank has all of the magnitudes: either may have the largest ones, and the first has a NaN.
     """
     rank, group = mesh.get_rank(), mesh.get_group()
     for recipe in _HELD:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from grouped_core import scaling
 from grouped_core.formats import QTensor
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from torch_bridge import quantized_weight
+from torch_bridge._scaling import WEIGHT, row
 from torch_bridge._tensors import StraightThrough, dtype_name
 from torch_bridge.nn._checks import check_recipe
 from torch_bridge.nn._state import adapt
@@ -155,9 +155,9 @@ def follow(parameters: Sequence[Any], state: ScalingState[Tensor] | None, produc
     """Gives weights with delayed scaling their scales and the place of their current amax in the state."""
     if state is None or not is_held(parameters) or not parameters[0].q.format.delayed:
         return
-    role = len(scaling.ROLES) * product + scaling.ROLES.index("w")
+    at = row(product, WEIGHT)
     for weight in parameters:
-        weight.scaling = (state.scale[role], state.history[role, 0])
+        weight.scaling = (state.scale[at], state.history[at, 0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
