@@ -1,4 +1,4 @@
-"""Trees of tensors as flat mappings of paths, with quantised weights taken apart into their plain tensors."""
+"""Trees of tensors as flat mappings of paths, in which a quantised weight is its plain tensors."""
 
 from __future__ import annotations
 

@@ -547,7 +547,7 @@ def half_grads(
 def with_weight_grad(
     run: Runner, op: Linear, w_spec: OperandSpec, rows: Operand, dy: Operand, group_sizes: Array, *, wanted: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """Returns (rows, dy, dW, the second half of dW), for a rule that computes other gradients as well.
+    """Returns (rows, dy, dW or its first half, its second half), for a rule that computes other gradients as well.
 
     If dW is `wanted`, the first two are None; otherwise the last two are, and rows and dy are returned for a later
     `weight_grad`. A weight in one array has no second half.

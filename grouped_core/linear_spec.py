@@ -71,7 +71,7 @@ class Linear:
         Raises:
             NotImplementedError: the weight is two arrays, and operands are quantised.
         """
-        recipe = self.recipe or _as_they_stand(x.dtype, w.dtype, _format(x), _format(w))
+        recipe = self.recipe or _as_they_are(x.dtype, w.dtype, _format(x), _format(w))
         if self.paired and recipe.quantized:
             raise two_arrays(self.names.w, recipe)
         return recipe if self.fp32 is None else recipe.at_least(self.fp32)
@@ -96,7 +96,7 @@ def _format(operand: OperandSpec) -> Format | None:
 
 
 @lru_cache(maxsize=256)
-def _as_they_stand(x: str, w: str, x_format: Format | None, w_format: Format | None) -> Recipe:
+def _as_they_are(x: str, w: str, x_format: Format | None, w_format: Format | None) -> Recipe:
     """Returns the recipe for operands as they are: plain formats, or for a quantised operand its own format."""
     found = plain(x, w)
     if x_format is None and w_format is None:

@@ -284,7 +284,7 @@ NO_NEEDS = LoraNeeds(*[False] * len(LoraNeeds._fields))
 
 
 class Kept(NamedTuple):
-    """Which arrays backward reads; x: the rows, u: the rows of A, [M, r]."""
+    """Which arrays backward reads; x: the rows, u: the products of the rows with A, [M, r]."""
 
     x: bool
     w: bool

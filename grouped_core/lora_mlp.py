@@ -177,8 +177,8 @@ class Adapted(Beside):
     """The terms of the adapters in one pass of an MLP.
 
     Attributes:
-        u: the rows of A of both adapters, [M, r]: made in forward, given in backward where it reads them.
-        v: the gradients of these rows. dy: the unquantised gradient of y [M, K]. None until they are made.
+        u: the products with A of both adapters, [M, r]: made in forward, given in backward where it reads them.
+        v: their gradients. dy: the unquantised gradient of y [M, K]. None until they are made.
         new_b: whether the gradients of B are new arrays now, so that they may be made along with v.
         b: those that were made so.
     """

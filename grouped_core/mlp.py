@@ -312,7 +312,7 @@ def hidden_grads(
     quantized_z: Within | None = None,
     beside: Low | Term | None = None,
 ) -> HiddenGrads:
-    """Computes dh, z and dp, each if `wanted` asks for it: dgrad of the second product and the activation, in one call.
+    """Computes dh, z and dp, each if `wanted` asks for it: dgrad of the second product, then the activation's.
 
         dz = dy W2^T;  dh = p dz act'(h);  z = p act(h);  dp = <dz, act(h)> + <dy, b2>
 

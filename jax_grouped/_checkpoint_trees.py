@@ -60,7 +60,7 @@ def _is_leaf(value: Any) -> bool:
 
 @dataclass
 class Tree:
-    """A tree taken apart.
+    """A flattened tree.
 
     Attributes:
         flat: arrays and `QTensor`s by their paths. activations: those of the MLPs in its modules, by place.

@@ -21,7 +21,7 @@ from grouped_core.mlp_spec import Mlp, MlpSpecs, needs_dh
 from grouped_core.quantizing import NO_MEASURES
 from grouped_core.routing import Order
 from torch_bridge import _saved
-from torch_bridge._args import Arguments
+from torch_bridge._args import Arguments, mlp_arguments, positions
 from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import ROUTED_NAMES
@@ -32,10 +32,11 @@ from torch_bridge._lora_args import (
     AdaptedSpecs,
     adapted_mlp_arguments,
     adapted_routed_arguments,
+    factor_places,
 )
 from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Rule, prepare
-from torch_bridge._routed_args import rows_of_tokens
+from torch_bridge._routed_args import routed_arguments, rows_of_tokens
 from torch_bridge._scaling import Scaling
 from torch_bridge._tensors import rows_spec
 from torch_bridge._weight_forms import with_forms
@@ -110,7 +111,7 @@ _FORWARD = define(
     _Operands,
     rows=("x", "probs", "out"),
     written=("out",),
-    most_results=16,  # y, h, rows of both A, and rows and weights of both products in the forms that backward reads
+    most_results=16,  # y, h, the products with both A, and rows and weights in the forms that backward reads
     notes_sizes=True,
 )
 _ROUTED_FORWARD = define(
@@ -331,8 +332,8 @@ ADAPTED_MLP = Operation(
     product=_FORWARD,
     weights=MLP_LORA_NAMES,
     rows=_saved.OF_ROWS,
-    places=(11, 12, 13, 14),
-    scale_place=6,
+    places=factor_places(mlp_arguments),
+    scale_place=positions(mlp_arguments, "probs")[0],
     check=adapted_mlp_arguments,
     needs=LoraMlpNeeds,
     facts=partial(_facts, (_FORWARD, _AT_HIDDEN, _FIRST)),
@@ -344,8 +345,8 @@ ADAPTED_ROUTED = Operation(
     product=_ROUTED_FORWARD,
     weights=MLP_LORA_NAMES,
     rows=_saved.OF_ROWS,
-    places=(12, 13, 14, 15),
-    scale_place=2,
+    places=factor_places(routed_arguments),
+    scale_place=positions(routed_arguments, "weights")[0],
     check=adapted_routed_arguments,
     needs=LoraMlpNeeds,
     facts=partial(_facts, (_ROUTED_FORWARD, _ROUTED_AT_HIDDEN, _ROUTED_FIRST)),

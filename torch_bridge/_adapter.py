@@ -17,7 +17,7 @@ from grouped_core.gradients import LinearSpecs
 from grouped_core.linear_spec import Linear
 from grouped_core.lora import Adapter, LoraNeeds
 from torch_bridge import _saved
-from torch_bridge._args import Arguments
+from torch_bridge._args import Arguments, positions
 from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._gradients import WeightGradient
@@ -35,7 +35,7 @@ NAME = "grouped_linear_lora"
 
 
 AdaptedOperands = namedtuple("AdaptedOperands", "x weight a b sizes bias row_scale out key extras")
-"""Operands of forward, in the order of `_forward`."""
+"""Operands of forward, in the order of `lora.forward`."""
 
 
 def _extras(o: Any) -> quantizing.Extras:
@@ -54,7 +54,7 @@ _FORWARD = define(
     AdaptedOperands,
     rows=("x", "row_scale", "out"),
     written=("out",),
-    most_results=8,  # y, rows of A, and x and the weight in the forms that backward reads
+    most_results=8,  # y, the product with A, and x and the weight in the forms that backward reads
     notes_sizes=True,
 )
 
@@ -161,8 +161,8 @@ ADAPTED = Operation(
     product=_FORWARD,
     weights=LORA_NAMES,
     rows=(_saved.ROWS,),
-    places=(8, 9),
-    scale_place=5,
+    places=positions(adapted_arguments, "a", "b"),
+    scale_place=positions(adapted_arguments, "row_scale")[0],
     check=adapted_arguments,
     needs=lambda x, a, b, row_scale, bias: LoraNeeds(x, a, b, bias, row_scale),
     facts=_facts,

@@ -8,6 +8,7 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,6 +139,12 @@ def lists_of(leaves_of: Sequence[Members | None], biases: Sequence[Members | Non
     """Returns the entries of `Lists` for the tensors of each weight (`Arguments.leaves_of`) and for the biases."""
     weights = [(len(own) or 1, not own or is_packed(own)) for own in map(members, leaves_of)]
     return (*weights, *[(len(members(bias)), isinstance(bias, Tensor)) for bias in biases])
+
+
+def positions(check: Callable[..., Arguments], *names: str) -> tuple[int, ...]:
+    """Returns the positions of the arguments with these names among those of a function that checks arguments."""
+    order = list(inspect.signature(check).parameters)
+    return tuple([order.index(name) for name in names])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

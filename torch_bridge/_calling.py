@@ -11,7 +11,8 @@ from torch_bridge import _autocast, _codec, main_grad
 from torch_bridge._autograd import Operation, Owners, differentiable
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import Owner, check_listed_once, names_of
-from torch_bridge._tensors import MOST_SYMBOLS, master_of, members, settle_rows
+from torch_bridge._symbols import MOST_SYMBOLS, settle_rows
+from torch_bridge._tensors import master_of, members
 from torch_bridge._weight_forms import WeightForms
 
 OPERATIONS: dict[str, Operation] = {}

@@ -22,7 +22,7 @@ from torch_bridge import _codec, _routing, _symmetric
 from torch_bridge._compiling import is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, once, permute_backward, save
-from torch_bridge._tensors import MOST_SYMBOLS, settle_rows
+from torch_bridge._symbols import MOST_SYMBOLS, settle_rows
 from torch_bridge.sizes import every_row
 
 

@@ -14,17 +14,8 @@ from torch import Tensor
 from grouped_core.calls import Call, spec_in_format
 from torch_bridge._cache import Cache
 from torch_bridge._record import Recording, Rule, given_of, record
-from torch_bridge._tensors import (
-    RESULT_DTYPES,
-    SYMBOLIC_ROWS,
-    Form,
-    Layout,
-    Leaf,
-    is_symbol,
-    leaf_count,
-    multiple,
-    tensors_of,
-)
+from torch_bridge._symbols import SYMBOLIC_ROWS, is_symbol, multiple
+from torch_bridge._tensors import RESULT_DTYPES, Form, Layout, Leaf, leaf_count, tensors_of
 
 planned: list[list[Call]] = []
 """Lists to which rules on meta tensors append the calls that they would launch; the innermost list is last."""

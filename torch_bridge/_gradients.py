@@ -68,12 +68,12 @@ _WEIGHT_GRAD = define("weight_grad", weight_grad, WeightOperands, rows=("rows", 
 
 @dataclass(slots=True, eq=False)
 class WeightGradient:
-    """The gradient of one weight: dW_g = sum rows^T dy over the rows of group g. It is computed when it is delivered.
+    """The gradient of one weight: dW_g = sum rows^T dy over the rows of group g; computed when it is delivered.
 
     Attributes:
         op: the product. weight: the spec of the packed weight. count: M.
         rows: [M, K], dy: [M, N], as the main gradients return them; None if the gradient is `made`.
-        made: the gradient and its second half (or None), if an operator computed it along with others.
+        made: (the gradient or its first half, its second half or None), if an operator computed it along with others.
     """
 
     op: Linear
@@ -115,7 +115,7 @@ class WeightGradient:
 
     def launch(self, halves: tuple[int, ...], accumulate: bool, into: Any, into_up: Any) -> list[Any]:
         """Computes the gradient, or these halves of it, in the destinations or in new tensors, which it returns."""
-        operands = (self.rows, self.dy, self.sizes, into, into_up)  # those of WeightOperands
+        operands = (self.rows, self.dy, self.sizes, into, into_up)  # in the order of WeightOperands
         return call_prepared(prepare(_WEIGHT_GRAD, (self.op, self.weight, halves, accumulate)), operands, self.count)
 
     def read(self) -> tuple[Any, ...]:

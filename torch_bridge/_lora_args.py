@@ -6,7 +6,7 @@ Letters: G groups, K in, N out, r rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from torch_bridge._args import (
     lists_of,
     mlp_arguments,
     packed_spec,
+    positions,
     whole_operand,
 )
 from torch_bridge._checks import check_operand, refuse_transforms
@@ -124,6 +125,15 @@ class AdaptedMlp(NamedTuple):
         return self.base.max_rows
 
 
+def factor_places(check: Callable[..., Arguments]) -> tuple[int, ...]:
+    """Returns the positions of A and B of wi and of wo: behind the arguments of `check` up to its accumulators."""
+    (first,) = positions(check, "wgrad_accum")
+    return tuple(range(first, first + 4))
+
+
+_FIRST_FACTOR, _FIRST_ROUTED_FACTOR = [factor_places(each)[0] for each in (mlp_arguments, routed_arguments)]
+
+
 def adapted_mlp_arguments(*arguments: Any) -> Arguments:
     """Checks the arguments of `grouped_mlp` with adapters and returns them.
 
@@ -132,7 +142,7 @@ def adapted_mlp_arguments(*arguments: Any) -> Arguments:
             `lora_scaling`, `lora_dropout`, `lora_key`; accumulators as `Factors`, text or None; `implementation`; and
             optionally the caches of the layers.
     """
-    return _of_mlp("grouped_mlp", mlp_arguments, arguments, 11)
+    return _of_mlp("grouped_mlp", mlp_arguments, arguments, _FIRST_FACTOR)
 
 
 def adapted_routed_arguments(*arguments: Any) -> Arguments:
@@ -149,7 +159,7 @@ def adapted_routed_arguments(*arguments: Any) -> Arguments:
             "`x` of routed_mlp with adapters: quantised, expected a plain tensor, because adapters read the tokens "
             "themselves; pass these."
         )
-    return _of_mlp("routed_mlp", routed_arguments, arguments, 12)
+    return _of_mlp("routed_mlp", routed_arguments, arguments, _FIRST_ROUTED_FACTOR)
 
 
 def _of_mlp(name: str, check: Any, arguments: tuple[Any, ...], count: int) -> Arguments:

@@ -30,7 +30,8 @@ from torch_bridge._args import (
     weight_specs,
 )
 from torch_bridge._checks import ROUTED_NAMES, check_operand, check_readable
-from torch_bridge._tensors import MOST_SYMBOLS, dtype_name, home, rows_spec, settle_rows
+from torch_bridge._symbols import MOST_SYMBOLS, settle_rows
+from torch_bridge._tensors import dtype_name, home, rows_spec
 from torch_bridge._weight_forms import WeightForms
 from torch_bridge.sizes import saturate
 

@@ -19,7 +19,8 @@ from torch_bridge._checks import check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, once, save
-from torch_bridge._tensors import dtype_name, fixed_spec, rows_spec, settle_rows
+from torch_bridge._symbols import settle_rows
+from torch_bridge._tensors import dtype_name, fixed_spec, rows_spec
 from torch_bridge.sizes import every_row
 
 _OP = Linear(Names("x", "router"), transposed=True)

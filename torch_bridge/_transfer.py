@@ -68,7 +68,7 @@ class Pinned:
         return found.view(like.dtype)
 
     def give_back(self, memory: Tensor, captured: bool, scope: Any) -> None:
-        """Returns retained memory to the free memory once nothing reads it; `scope`: the one in which it was taken."""
+        """Takes retained memory back that nothing reads any more; `scope`: the one in which it was taken."""
         memory = memory.view(torch.uint8)
         if not captured:
             self._free[memory.nbytes].append(memory)

@@ -17,7 +17,8 @@ from torch_bridge._checks import check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._once import once_differentiable
 from torch_bridge._operators import call, define
-from torch_bridge._tensors import as_read, rows_spec, settle_rows
+from torch_bridge._symbols import settle_rows
+from torch_bridge._tensors import as_read, rows_spec
 from torch_bridge.sizes import every_row
 
 

@@ -19,7 +19,7 @@ from grouped_core.linear_spec import Linear
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _adapter, _saved
-from torch_bridge._args import Arguments, Members, linear_arguments
+from torch_bridge._args import Arguments, Members, linear_arguments, positions
 from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS, run
 from torch_bridge._checks import NAMES
@@ -97,8 +97,8 @@ def grouped_linear(
     return run(_adapter.NAME, adapted, lora_wgrad_accum, implementation, out, grad_input, cast=_CAST)
 
 
-_CAST = (0, 1, 4)
-"""The positions of the arguments that autocast casts, besides adapters: x, the weight and the bias."""
+_CAST = positions(linear_arguments, "x", "weight", "bias")
+"""The positions of the arguments that autocast casts, besides adapters."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ _FORWARD = define(
     _ForwardOperands,
     rows=("x", "row_scale", "out"),
     written=("out",),
-    most_results=7,  # y, and x and the weight as backward reads them
+    most_results=7,  # y, and x and the weight in the forms that backward reads
     notes_sizes=True,
 )
 
@@ -195,8 +195,8 @@ LINEAR = Operation(
     product=_FORWARD,
     weights=(NAMES.w,),
     rows=(_saved.ROWS,),
-    places=(1,),
-    scale_place=5,
+    places=positions(linear_arguments, "weight"),
+    scale_place=positions(linear_arguments, "row_scale")[0],
     check=linear_arguments,
     needs=lambda x, weight, row_scale, bias: Needs(x, weight, bias, row_scale),
     facts=_facts,

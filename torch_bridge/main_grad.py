@@ -387,7 +387,7 @@ class GradientQueue:
             hook()
 
 
-class HasDelayed(Protocol):
+class HasQueue(Protocol):
     """A layer with its own queue of delayed gradients."""
 
     queue: GradientQueue
@@ -397,7 +397,7 @@ class HasDelayed(Protocol):
         ...
 
 
-def backward_dw(layers: Sequence[HasDelayed], *, every: bool) -> None:
+def backward_dw(layers: Sequence[HasQueue], *, every: bool) -> None:
     """Runs the oldest pending gradients of each layer in turn, then their hooks; `every`: until none is left.
 
     No hook runs while a CUDA graph is captured; the caller then calls `fire_wgrad_hooks` after each replay.

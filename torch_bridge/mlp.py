@@ -22,7 +22,7 @@ from grouped_core.quantizing import NO_MEASURES
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from torch_bridge import _adapted_mlp, _saved
-from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments
+from torch_bridge._args import Accumulators, Arguments, Members, mlp_arguments, positions
 from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import MLP_NAMES
@@ -99,8 +99,8 @@ def grouped_mlp(
     return _adapted_mlp.run_mlp(names, arguments, *of_lora, implementation, out, grad_input, cast=_CAST)
 
 
-_CAST = (0, 1, 2, 7, 8)
-"""The positions of the arguments that autocast casts, besides adapters: x, both weights and both biases."""
+_CAST = positions(mlp_arguments, "x", "wi", "wo", "wi_bias", "wo_bias")
+"""The positions of the arguments that autocast casts, besides adapters."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ _FORWARD = define(
     _ForwardOperands,
     rows=("x", "probs", "out"),
     written=("out",),
-    most_results=14,  # y, h, and rows and weights of both products as backward reads them
+    most_results=14,  # y, h, and rows and weights of both products in the forms that backward reads
     notes_sizes=True,
 )
 
@@ -145,7 +145,7 @@ _AT_HIDDEN = define(
     _hidden_rule,
     _HiddenOperands,
     rows=("x", "h", "z", "probs", "dy"),
-    most_results=15,  # three gradients, two forms of dh, the gradient of wo, or z and dy in the forms that it reads
+    most_results=15,  # three gradients, two forms of dh; the gradient of wo, or z and dy in the forms that it reads
 )
 
 _FirstOperands = namedtuple("_FirstOperands", "dh of_dh x wi sizes grad_input extras")
@@ -257,8 +257,8 @@ MLP = Operation(
     product=_FORWARD,
     weights=(MLP_NAMES.wi, MLP_NAMES.wo),
     rows=_saved.OF_ROWS,
-    places=(1, 2),
-    scale_place=6,
+    places=positions(mlp_arguments, "wi", "wo"),
+    scale_place=positions(mlp_arguments, "probs")[0],
     check=mlp_arguments,
     needs=MlpNeeds,
     facts=partial(facts_of, (_FORWARD, _AT_HIDDEN, _FIRST_PRODUCT)),

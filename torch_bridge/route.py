@@ -27,7 +27,8 @@ from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call
 from torch_bridge._routing import PermuteFacts, PermuteOperands, RouterOperands
 from torch_bridge._serialized import name_in_files
-from torch_bridge._tensors import SYMBOLIC_ROWS, dtype_name, fixed_spec, settle_rows
+from torch_bridge._symbols import SYMBOLIC_ROWS, settle_rows
+from torch_bridge._tensors import dtype_name, fixed_spec
 from torch_bridge.sizes import every_row, saturate
 
 

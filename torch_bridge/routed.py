@@ -24,7 +24,7 @@ from grouped_core.mlp_spec import Mlp, MlpNeeds, Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing import Order
 from torch_bridge import _adapted_mlp, _saved
-from torch_bridge._args import Accumulators, Arguments, Members
+from torch_bridge._args import Accumulators, Arguments, Members, positions
 from torch_bridge._autograd import Deliver, Facts, Forwarded, MainGradients, Operation, Saved
 from torch_bridge._calling import OPERATIONS
 from torch_bridge._checks import ROUTED_NAMES
@@ -94,8 +94,8 @@ def routed_mlp(
     return _adapted_mlp.run_mlp(names, arguments, *of_lora, implementation, out, grad_input, cast=_CAST)
 
 
-_CAST = (0, 3, 4, 7, 8)
-"""The positions of the arguments that autocast casts, besides adapters: x, both weights and both biases."""
+_CAST = positions(routed_arguments, "x", "wi", "wo", "wi_bias", "wo_bias")
+"""The positions of the arguments that autocast casts, besides adapters."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ _AT_HIDDEN = define(
     _hidden_rule,
     HiddenOperands,
     derived=("x", "h", "z", "source", "inverse", "probs", "dy"),
-    most_results=15,  # three gradients, two forms of dh, the gradient of wo, or z and dy in the forms that it reads
+    most_results=15,  # three gradients, two forms of dh; the gradient of wo, or z and dy in the forms that it reads
 )
 
 FirstOperands = namedtuple("FirstOperands", "dh of_dh x wi sizes source inverse grad_input extras")
@@ -268,8 +268,8 @@ ROUTED = Operation(
     product=_FORWARD,
     weights=(ROUTED_NAMES.wi, ROUTED_NAMES.wo),
     rows=_saved.OF_ROWS,
-    places=(3, 4),
-    scale_place=2,
+    places=positions(routed_arguments, "wi", "wo"),
+    scale_place=positions(routed_arguments, "weights")[0],
     check=routed_arguments,
     needs=MLP.needs,
     facts=partial(facts_of, (_FORWARD, _AT_HIDDEN, _FIRST_PRODUCT)),

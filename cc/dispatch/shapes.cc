@@ -279,7 +279,7 @@ void store_format(Check* check, const Storing& call, bool ragged) {
     return std::string("values of ") + dtype_name(type) + ", expected another type for rule " + call.rule;
   });
   check->require(!call.encode.present() || (fp32 && call.block == 0),
-                 [] { return "encode: expected only with one fp32 scale a group"; });
+                 [] { return "encode: expected only with one fp32 scale per group"; });
   check->require(!call.stochastic || !call.stores() || type == DType::u8,
                  [] { return "stochastic: expected only for uint8 values"; });
   check->require(!call.rotate || (nvfp4 && ragged), [] { return "rotate: expected only for rows and nvfp4"; });

@@ -51,7 +51,7 @@ struct Codes {
     return reinterpret_cast<uint2*>(&words[row][swizzled(column / 4, row / 16)]);
   }
 };
-static_assert(16 % kVector == 0, "rows of a thread lie in one run of places");
+static_assert(16 % kVector == 0, "rows of a thread are one run of places");
 
 // How many of these a tile has.
 __host__ __device__ inline int turned_of(const ActivatedProblem& p) {

@@ -78,7 +78,7 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
     return "needs " + arch_name(kFirstChip) + " or later, the device is " + arch_name(target.sm);
   }
   if (!has_code(target.sm)) return "was not compiled for sm_89; build with GROUPED_CUDA_ARCHS=89";
-  if (call.contract_rows || call.rhs_axis != 2) return "multiplies rows by weights that lie along the contraction";
+  if (call.contract_rows || call.rhs_axis != 2) return "multiplies rows by weights whose last axis is contracted";
   if (call.rhs.dims[2] % Codes::Shape::kChunk != 0) {
     return "reads rows of multiples of 16 bytes; rhs is " + describe(call.rhs);
   }

@@ -27,7 +27,7 @@ std::string refuses(const GroupedMatmul& c, const Target& target) {
   const std::string reason = refuses_fp8_rows(c, target);
   if (!reason.empty()) return reason;
   if (c.scales.promote != "never") return "never promotes partial sums; this call asks for " + c.scales.promote;
-  if (c.scales.lhs_block != 0 || c.scales.rhs_block != 0) return "takes one scale a group, not of blocks";
+  if (c.scales.lhs_block != 0 || c.scales.rhs_block != 0) return "takes one scale per group, not scales of blocks";
   return "";
 }
 

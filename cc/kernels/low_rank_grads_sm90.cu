@@ -76,7 +76,7 @@ struct Product {
   static constexpr int kStageBytes = kWideBytes + kWideLines * kNarrow * 2;
   static constexpr int kFactorPart = kPartCols * kNarrow * 2, kFactorBytes = kMostParts * kFactorPart;
   static constexpr int kSums = kNarrow / 2;                                                // of dy B^T in a thread
-  static constexpr int kWarpBytes = 32 * kSums * 4, kSlotBytes = kRowsWarps * kWarpBytes;  // per warp, per CTA
+  static constexpr int kWarpBytes = 32 * kSums * 4, kSlotBytes = kRowsWarps * kWarpBytes;  // that one hands on
 
   // Shared memory.
   static constexpr int kFactorAt = kStages * kStageBytes;

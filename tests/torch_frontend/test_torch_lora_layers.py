@@ -300,7 +300,7 @@ def test_quantised_weights_hold_one_form_and_nothing_of_their_size_is_saved(form
 @pytest.mark.rule("LOR-2")
 @every_layer
 def test_quantised_weights_hold_the_form_of_dgrad_where_backward_would_make_it(form: str):
-    """Of a recipe that makes missing forms from dequantised values, which dgrad would do in each pass."""
+    """The recipe makes missing forms from dequantised values; dgrad would do so in each pass."""
     p = build(form, recipe=WEIGHT_ONLY.replace(requantize="from_dequantized"), quantized_weights=True)
     for layer in p.linears:
         for weight in layer.weight_parameters():

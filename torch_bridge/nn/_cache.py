@@ -25,7 +25,7 @@ def _capturing() -> bool:
 
 
 def _mark(parameters: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns (address, version) of each weight, which identify its content; None if FSDP gathers it each time."""
+    """Returns (address, version) of each weight, which identify its content; None in inference or with FSDP."""
     parts = [None if hasattr(each, "__fsdp_param__") else local(each) for each in parameters]
     return tuple([None if each is None or each.is_inference() else (each.data_ptr(), each._version) for each in parts])
 

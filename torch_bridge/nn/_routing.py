@@ -43,8 +43,8 @@ def addressed(
         if unknown:
             valid = ", ".join(takes) or "none"
             raise TypeError(
-                f"`op_kwargs` of Sequential: keyword {unknown[0]!r} for module {at} ({name}), expected only "
-                f"valid ones: {valid}; leave out all others."
+                f"`op_kwargs` of Sequential: keyword {unknown[0]!r} for module {at} ({name}), expected one "
+                f"of the valid ones: {valid}; leave it out."
             )
         found[at] = keywords
     return found

@@ -2,7 +2,7 @@
 //
 //   128 threads, 2 blocks per SM, which draw tiles from a counter:
 //     copy k+2 --cp.async--> ring[3] of (lhs 8 KiB, rhs 8 KiB) --ldmatrix--> 64x64 per warp, mma.sync --> epilogue
-//     or k+3             --> ring[4] of (lhs 8 KiB, rhs 4 KiB)           --> 64x32 per warp, stages summed apart
+//     or k+3             --> ring[4] of (lhs 8 KiB, rhs 4 KiB)           --> 64x32 per warp if stages are summed apart
 //     the next tile's early stages are copied while the last is stored through the stage behind them
 //     48 KiB of shared memory; at most 255 registers: 128 sums, or 64 and 64 of a stage, 2 x 32 or 2 x 24 fragments,
 //     the rest addresses

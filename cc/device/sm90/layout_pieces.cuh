@@ -1,5 +1,5 @@
-// Weights that come as codes, in shared memory. 64 neighbouring codes are one 128-byte row of the tile that is
-// multiplied (layout.cuh), along either of its axes. A thread widens a piece, half of a row, to four chunks of
+// Weights that come as codes, in shared memory. 64 codes that are neighbours along either axis of the operand are one
+// 128-byte row of the tile that is multiplied (layout.cuh). A thread widens a piece, half of a row, to four chunks of
 // 16 bytes; four warps take all pieces of 64 rows in one pass.
 //
 // Neither loads nor stores of eight neighbouring threads meet in a bank: tests/native/schedule_check.cc follows every
