@@ -419,7 +419,7 @@ class _Activated:
         product = ("lhs", "rhs", "group_sizes", "bias", "rhs_table", "bias_table", *SCALES)
         product = (*product, *(slot for slot in slots if slot.startswith("low_")))
         width = self.o["rhs"].shape[3 - self.p["rhs_axis"]]
-        if (hidden := self.o.get("hidden")) is not None:  # columns of two codes a byte need not fill the last one
+        if (hidden := self.o.get("hidden")) is not None:  # columns of two codes per byte need not fill the last one
             width = hidden.shape[1] // (2 if KINDS[self.p["kind"]].gated else 1)
         shape = (self.o["lhs"].shape[0], width)
         call = Call(

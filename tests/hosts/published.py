@@ -61,7 +61,7 @@ def _theirs(lhs: Any, rhs: Any, group_sizes: Any, preferred_element_type: Any) -
 
 @dataclass(frozen=True)
 class RaggedDotGroupSizes:
-    """Group sizes with a number that stands for them."""
+    """Group sizes with a number that represents them."""
 
     value: Any
     representative_value: Any

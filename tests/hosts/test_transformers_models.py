@@ -69,7 +69,7 @@ def test_one_line_loads_a_model(registered: Any, name: str, tmp_path: Path) -> N
     assert all(each.config._experts_implementation == "jax_grouped" for each in experts_of(loaded))
     with torch.no_grad():
         bitwise(loaded(input_ids=ids).logits, _ours(made)(input_ids=ids).logits)
-    # the weights of the host's own checkpoint are read where they lie
+    # the weights of the host's own checkpoint are read in place
     experts = experts_of(loaded)[0]
     assert type(experts.down_proj) is nn.Parameter
     assert "experts_implementation" not in (tmp_path / "config.json").read_text()

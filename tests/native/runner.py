@@ -292,7 +292,7 @@ class Native:
         """(arrays where the kernel reads them, the table of their addresses); None has address 0.
 
         Args:
-            unaligned: members that lie one element past an aligned address.
+            unaligned: members that are one element past an aligned address.
         """
         held = [
             None if member is None else self.memory.put(member.copy(), unaligned=g in unaligned)

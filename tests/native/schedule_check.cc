@@ -1,5 +1,5 @@
-// The arithmetic that the wgmma kernels share, by brute force and without a GPU: who computes which tile, which address
-// a map's coordinates name, where an element lies in shared memory and where the descriptors look for it.
+// The arithmetic that the wgmma kernels share, by brute force and without a GPU: which tile a CTA computes, which
+// address a map's coordinates name, where an element is in shared memory and where the descriptors look for it.
 // test_schedule.py compiles and runs this; each line of output is one property that held.
 #include <array>
 #include <cmath>
@@ -363,7 +363,7 @@ void slots() {
 uint32_t placed_tf32(Major major, int r, int k) {
   return major == Major::k ? swizzled(r * 128 + 4 * k) : swizzled(r / 32 * kBoxBytes + k * 128 + 4 * (r % 32));
 }
-// The lanes of one access, each of `bytes`, lie on different banks wherever that is possible.
+// The lanes of one access, each of `bytes`, are on different banks wherever that is possible.
 void spread_over_banks(const std::vector<uint32_t>& addresses, uint32_t bytes) {
   for (size_t first = 0; first < 32; first += 128 / bytes) {
     std::vector<bool> used(128);
@@ -662,7 +662,7 @@ void codes_become_tiles(std::mt19937_64& rng) {
 
 // ---- codes of 4 bits in registers, operands swapped ----
 
-// A tile of 128 columns by 64 k as copies put it into shared memory, in lines of 64 codes; two codes a byte.
+// A tile of 128 columns by 64 k as copies put it into shared memory, in lines of 64 codes; two codes per byte.
 struct SwappedTile {
   std::vector<int> codes = std::vector<int>(2 * kSwappedCols * kBlockK);  // [column][k]
   std::vector<uint8_t> bytes = std::vector<uint8_t>(codes.size() / 2);
@@ -868,7 +868,7 @@ int main() {
     codes_along_lines(rng, lines);
   codes_across_lines(rng);
   factors_of_swapped_tiles();
-  std::puts("codes become fragments, and find their factors, whichever lines stand for a column");
+  std::puts("codes become fragments, and find their factors, whichever lines represent a column");
   segments(rng);
   stage_scales(kPromoting, kTileRows);
   stage_scales(kPromotingTall, kPromotingTallRows);

@@ -46,7 +46,7 @@ def with_factors(q: QTensor[NDArray[Any]], factors: NDArray[Any]) -> QTensor[NDA
 
 
 def widened(q: QTensor[NDArray[Any]]) -> NDArray[Any]:
-    """[G, lines, line] of bfloat16, as the codes lie: code times scale of the block, rounded once."""
+    """[G, lines, line] of bfloat16, in the order of the codes: code times scale of the block, rounded once."""
     nibbles = q.format.values == "uint8"
     raw = np.asarray(q.values).view(np.uint8)
     line = raw.shape[2] * (2 if nibbles else 1)

@@ -141,7 +141,7 @@ BLOCKS = cases.Case("blocks", (40, 0, 75), 120, 72, 160, frozenset())
     rank=(0, 4, 16),
 )
 def test_codes_contracted_along_the_axis_that_they_were_not_made_for(kernel, format, rows, case, result, rank):
-    """The values of the one stored form; two codes a byte lie along the columns, whose number may be odd."""
+    """The values of the one stored form; two codes per byte follow the columns, whose number may be odd."""
     if "_low_" in kernel:
         rank = rank or 1
     elif not takes_low(kernel):

@@ -192,7 +192,7 @@ def test_stochastic_rounding(lib):
 
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_codes_by_the_adder(lib, stochastic):
-    """The cast of kernels that have no time for comparisons: magnitudes, eight codes a word."""
+    """The cast of kernels that have no time for comparisons: magnitudes, eight codes per word."""
     x, random = draws()
     if not stochastic:
         x = np.concatenate([scaled_inputs(), x])

@@ -137,7 +137,7 @@ def test_rows_of_whole_vectors(kernel, format, case, width, dtype, forms):
     valid=lambda kernel, groups, **_: groups == "groups_1025" or "_cpu_" not in kernel,
 )
 def test_rows_of_many_groups(kernel, format, groups, dtype, forms):
-    """Sizes are scanned 1024 at a time; tables of all groups lie in shared memory, beside the tiles.
+    """Sizes are scanned 1024 at a time; tables of all groups are in shared memory, beside the tiles.
 
     Kernels for the CPU scan nothing: one of them has the larger number, and every eighth group alone has rows, because
     the oracle takes these one by one.
@@ -207,7 +207,7 @@ def test_gathered_rows_with_given_multipliers(kernel, dtype, forms, started, sta
     kernel=kernels("quantize"), format=IN_BLOCKS, tall=(1, 8, 37, 128), width=WIDTHS, dtype=cases.DTYPES
 )
 def test_rows_alone_of_weights(kernel, format, tall, width, dtype):
-    """The same of weights, whose rows lie one behind the other."""
+    """The same with weights, whose rows follow one another."""
     quantize(Native(kernel), numbers((3, tall, width), dtype), format, (True, False))
 
 
@@ -326,7 +326,7 @@ def test_multipliers_that_have_not_started(kernel, name, dtype, rows, forms, wid
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_blocks_that_start_groups_wait_for_one_another(dtype, rows, forms):
-    """There are more tiles than blocks, and the largest value of each group lies in one of the last."""
+    """There are more tiles than blocks, and the largest value of each group is in one of the last."""
     case = cases.Case("many", (2500, 0, 1300, 2200), 6100, 4096, 1, frozenset())
     source, sizes = rows_of(case, dtype) if rows else (numbers((4, 1500, 4096), dtype), None)
     for span in case.spans() if rows else ():

@@ -687,7 +687,7 @@ def test_histograms_of_margins(kernel, shape, masked, score):
     (found,) = Native(kernel, check=False)(call, arrays)
     valid = tokens if mask is None else int((mask != 0).sum())
     assert (found.sum(axis=1) == valid).all()
-    # Margins near an edge may lie on either side, so sums up to a bin lie between those with shifted edges.
+    # Margins near an edge may be on either side, so sums up to a bin are between those with shifted edges.
     step = np.float32(bounds.MARGIN_STEP)
     shifted = [dict(call.params) | {"low": -0.5 + move, "high": 0.5 + move} for move in (step, -step)]
     more, fewer = (reference_routing.meaning(call, arrays, each)["counts"].cumsum(axis=1) for each in shifted)

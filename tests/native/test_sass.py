@@ -17,7 +17,7 @@ SPILLING = {
     r"EvenUpProduct<fp16": 9,
 }
 """Kernels that keep words in memory, and how many loads and stores of them there may be. Those of gradients at the
-hidden rows lie outside of the loops over elements; where those of codes and of fp16 lie was not looked up."""
+hidden rows are outside of the loops over elements; where those of codes and of fp16 are was not looked up."""
 
 
 @pytest.fixture(scope="module")

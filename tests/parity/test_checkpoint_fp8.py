@@ -26,7 +26,7 @@ E, K, H, F, BLOCK = 4, 2, 192, 136, 128
 
 
 def _coded(rows: int, columns: int, seed: object, *, powers: bool) -> tuple[Any, Any, Any]:
-    """Codes, scales, and the values float32 that they stand for, computed element by element."""
+    """Codes, scales, and the values float32 that they represent, computed element by element."""
     codes = (cases.normal((rows, columns), "float32", "fp8", seed) * 60).astype(ml_dtypes.float8_e4m3fn)
     shape = (-(-rows // BLOCK), -(-columns // BLOCK))
     scales = np.abs(cases.normal(shape, "float32", "scales", seed)) / 64 + np.float32(1e-3)

@@ -363,7 +363,7 @@ def test_torch_halves_have_gradients_of_their_own(policy, to, frozen):
     y = torch_bridge.grouped_mlp(**held, **options, wgrad_accum=accum)
     with counted_launches() as names:
         y.backward(to_torch(dy))
-    assert names.count("grouped_matmul") == 3 + (frozen is None), "dx, dwo, and one a half"
+    assert names.count("grouped_matmul") == 3 + (frozen is None), "dx, dwo, and one per half"
     for name in ("x", "wo_bias", "wi_bias", "probs"):
         asserts.bitwise(held[name].grad, packed[name].grad, name)
     expected = [*halves_of(packed["wi"].grad), packed["wo"].grad]

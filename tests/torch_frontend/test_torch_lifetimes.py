@@ -230,7 +230,7 @@ def test_codes_take_little_more_memory_than_bf16(name: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("rows", [40, 1 + SMALL // 128], ids=["small", "large"])
 def test_small_temporaries_share_one_tensor(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes of x that only forward reads lie beside the scales, unless they are too large; poison leaves them alone."""
+    """Codes of x that only forward reads are beside the scales, unless they are too large; poison leaves them alone."""
     width, hidden = 128, 64
     x, wi, wo = leaves = _normal(rows, width), _normal(G, 2 * hidden, width), _normal(G, width, hidden)
     monkeypatch.setattr(_record, "SMALL_TEMPORARY", SMALL)

@@ -28,7 +28,7 @@ from torch_bridge.quantized_weight import named_parts as parts_of
 
 
 def shard_lists(module: Any, masters: list[Tensor], cuts: list[int]) -> list[tuple[Any, Any, Any]]:
-    """For each rank what it casts: masters lie behind each other, last first as in Megatron's buffers, and are cut."""
+    """What each rank casts: masters follow one another, last first as in Megatron's buffers, and are cut."""
     weights = list(module.parameters())[::-1]
     flat = torch.cat([each.reshape(-1) for each in masters[::-1]])
     ranks = []
