@@ -243,8 +243,9 @@ def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tens
     wi, wo = _weights_of(given, facts, scaling)
     (wi_bias, wo_bias), sizes, probs, keep = given.biases, given.sizes, given.row_scale, facts.keep
     extras = scaling.extras(2, None, training=facts.training)
+    # In the order of _Operands.
     operands = (given.x, wi, wo, sizes, probs, wi_bias, wo_bias, out, *given.weights, given.key, extras)
-    y, x, h, z, wi, wo, u_wi, u_wo = call_prepared(facts.forward, operands, m)  # operands in the order of _Operands
+    y, x, h, z, wi, wo, u_wi, u_wo = call_prepared(facts.forward, operands, m)
     if not facts.training:
         return y, ()
     probs = probs if keep.base.probs else None
@@ -308,8 +309,9 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     del grads
     dx = db1 = None
     if len(facts.backward) > 1:
-        buffer, extras = grad_input if needs.x else None, scaling.extras(1, scaling_key, training=True)
-        operands = [(x, wi, sizes, *order, dh, of_dh, u_wi, a_wi, b_wi, key, buffer, extras)]  # as in _FirstOperands
+        grad_input, extras = grad_input if needs.x else None, scaling.extras(1, scaling_key, training=True)
+        # In the order of _FirstOperands.
+        operands = [(x, wi, sizes, *order, dh, of_dh, u_wi, a_wi, b_wi, key, grad_input, extras)]
         del x, wi, dh, of_dh, u_wi
         dx, db1, *grads = call_prepared(facts.backward[1], operands, saved.rows)
         _deliver(saved, sizes, 0, PairGrads(*grads), deliver)

@@ -129,7 +129,8 @@ def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tens
         forms = gradients.cached_forms(facts.op.base, needs, row_scale is not None)
         weight = with_forms(cache, weight, forms, scaling, 0, training=training)
     extras = scaling.extras(1, None, training=training)
-    operands = (given.x, weight, a, b, given.sizes, bias, row_scale, out, given.key, extras)  # as AdaptedOperands
+    # In the order of AdaptedOperands.
+    operands = (given.x, weight, a, b, given.sizes, bias, row_scale, out, given.key, extras)
     y, x, weight, u = call_prepared(facts.forward, operands, m)
     if not training:
         return y, ()
@@ -145,8 +146,9 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     facts = saved.facts
     needs, (down, up), factors = facts.needs, facts.products, facts.specs.factors
     extras = saved.scaling.extras(1, scaling_key, training=True)
-    buffer = grad_input if needs.x else None
-    operands = [(x, weight, u, a, b, sizes, bias, row_scale, dy, key, buffer, extras)]  # as in AdaptedGradOperands
+    grad_input = grad_input if needs.x else None
+    # In the order of AdaptedGradOperands.
+    operands = [(x, weight, u, a, b, sizes, bias, row_scale, dy, key, grad_input, extras)]
     del x, weight, u, dy  # so that they are freed once no launch reads them
     dx, d_bias, dc, rows_a, dy_a, rows_b, dy_b, db = call_prepared(facts.backward[0], operands, saved.rows)
     if needs.a:

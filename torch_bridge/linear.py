@@ -181,8 +181,8 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     kept.clear()
     facts = saved.facts
     extras = saved.scaling.extras(1, key, training=True)
-    buffer = grad_input if facts.needs.x else None
-    operands = [(x, weight, sizes, bias, row_scale, dy, buffer, extras)]  # in the order of _GradOperands
+    grad_input = grad_input if facts.needs.x else None
+    operands = [(x, weight, sizes, bias, row_scale, dy, grad_input, extras)]  # in the order of _GradOperands
     del x, weight, dy  # so that they are freed once no launch reads them
     dx, db, dc, rows, of_dy, *made = call_prepared(facts.backward[0], operands, saved.rows)
     if facts.needs.w:

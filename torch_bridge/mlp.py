@@ -212,10 +212,11 @@ def _backward(
 ) -> MainGradients:
     x, h, z, sizes, probs, key, wi, wo, wi_bias, wo_bias = kept
     kept.clear()
-    scaling, buffer = saved.scaling, grad_input if saved.facts.needs.x else None
-    of_both = scaling.extras(2, key, training=True)
-    at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, of_both)]  # in the order of _HiddenOperands
-    first = [(x, wi, sizes, buffer, scaling.extras(1, key, training=True))]  # as _FirstOperands, from x on
+    scaling, grad_input = saved.scaling, grad_input if saved.facts.needs.x else None
+    extras = scaling.extras(2, key, training=True)
+    at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, extras)]  # in the order of _HiddenOperands
+    extras = scaling.extras(1, key, training=True)
+    first = [(x, wi, sizes, grad_input, extras)]  # in the order of _FirstOperands, from x on
     del x, h, z, wi, wo, dy
     return in_stages(saved, sizes, at_hidden, first, deliver)
 

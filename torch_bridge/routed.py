@@ -251,15 +251,14 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     again, of_weight = _kept_tokens(facts)
     scaling = saved.scaling
     of_wi: Callable[..., WeightGradient] = WeightGradient
-    rows_of = x if of_weight else None
     if of_weight and not rules.measures_rows(facts.op):  # then rows are gathered where the gradient is computed
         of_wi = partial(_GatheredGradient, x=x, source=source, inverse=inverse, scale=scaling.scale(0, X))
-    buffer, of_both = grad_input if facts.needs.x else None, scaling.extras(2, key, training=True)
+    grad_input, extras = grad_input if facts.needs.x else None, scaling.extras(2, key, training=True)
     rows, biases = (x if again else None, h, z), (wi_bias, wo_bias)
-    at_hidden = [(*rows, wi, wo, sizes, source, inverse, probs, *biases, dy, of_both)]  # in the order of HiddenOperands
-    of_first = scaling.extras(1, key, training=True)
-    first = [(rows_of, wi, sizes, source, inverse, buffer, of_first)]  # as FirstOperands, from x on
-    del x, h, z, rows, rows_of, wi, wo
+    at_hidden = [(*rows, wi, wo, sizes, source, inverse, probs, *biases, dy, extras)]  # in the order of HiddenOperands
+    x, extras = x if of_weight else None, scaling.extras(1, key, training=True)
+    first = [(x, wi, sizes, source, inverse, grad_input, extras)]  # in the order of FirstOperands, from x on
+    del x, h, z, rows, wi, wo
     return in_stages(saved, sizes, at_hidden, first, deliver, of_wi)
 
 
