@@ -21,9 +21,7 @@ import jax.numpy as jnp
 import jax_grouped
 from grouped_core import recipes
 
-RECIPES = tuple(
-    name for name, each in recipes.RECIPES.items() if each.quantized and not (each.delayed or each.stochastic)
-)
+RECIPES = tuple(name for name, each in recipes.RECIPES.items() if each.quantized and not each.takes_arrays)
 """Recipes that need neither a state nor random numbers."""
 TOKENS, HIDDEN, WIDTH, EXPERTS, PER_TOKEN = 512, 128, 256, 8, 2
 

@@ -20,9 +20,7 @@ import torch
 import torch_bridge
 from grouped_core import recipes
 
-RECIPES = tuple(
-    name for name, each in recipes.RECIPES.items() if each.quantized and not (each.delayed or each.stochastic)
-)
+RECIPES = tuple(name for name, each in recipes.RECIPES.items() if each.quantized and not each.takes_arrays)
 """Recipes that need neither a state nor random numbers."""
 VOCABULARY = 128
 

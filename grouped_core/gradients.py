@@ -539,9 +539,10 @@ def half_grads(
     accumulate: bool = False,
 ) -> list[Array]:
     """Computes `weight_grad` for each of `halves`, with a destination for each; (0,) is a weight in one array."""
-    pairs = zip(halves, into, strict=False)
-    options: dict[str, Any] = {"accumulate": accumulate}
-    return [weight_grad(run, op, w_spec, rows, dy, group_sizes, into=to, half=half, **options) for half, to in pairs]
+    return [
+        weight_grad(run, op, w_spec, rows, dy, group_sizes, into=to, accumulate=accumulate, half=half)
+        for half, to in zip(halves, into, strict=False)
+    ]
 
 
 def with_weight_grad(

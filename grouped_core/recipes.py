@@ -144,6 +144,11 @@ class Recipe(Literal):
         return self.__dict__["_stochastic"]
 
     @property
+    def takes_arrays(self) -> bool:
+        """Whether a pass takes arrays that `bind` gives to it: a state of delayed scaling, or a random key."""
+        return self.delayed or self.stochastic
+
+    @property
     def of_gradients(self) -> Recipe:
         """This recipe for dgrad and wgrad: fast accumulation is for forward only."""
         return self if self.accumulate == "promote" else self.replace(accumulate="promote")

@@ -73,7 +73,7 @@ class RecipeLayer(nnx.Module):
     def _bound_recipe(self, rngs: Keys, index: int = 0) -> Recipe | BoundRecipe | None:
         """The recipe for one call; `rngs` replaces the layer's stream, `index` as in `key_words`."""
         recipe = self.recipe
-        if recipe is None or not (recipe.delayed or recipe.stochastic):
+        if recipe is None or not recipe.takes_arrays:
             return recipe
         state = None if self.scaling is None else self.scaling.get_value()
         return recipe.bind(state, self._key(rngs, index) if recipe.stochastic else None)

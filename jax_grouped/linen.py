@@ -80,7 +80,7 @@ def _bound(layer: nn.Module, recipe: Recipe | None, num_groups: int, products: i
             f"`recipe` of {type(layer).__name__}: {type(recipe).__name__}, expected a Recipe or None; the layer binds "
             "it to its own state and keys, so pass the recipe itself."
         )
-    if recipe is None or not (recipe.delayed or recipe.stochastic):
+    if recipe is None or not recipe.takes_arrays:
         return recipe
     state = None
     if recipe.delayed:

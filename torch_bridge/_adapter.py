@@ -44,8 +44,8 @@ def _extras(o: Any) -> quantizing.Extras:
 
 def _forward_rule(run: Any, static: tuple[Linear, Adapter, LoraNeeds], o: AdaptedOperands) -> tuple[Any, ...]:
     op, adapter, needs = static
-    operands = (o.x, o.weight, o.a, o.b, o.sizes, o.bias, o.row_scale, o.out, o.key)
-    return lora.forward(run, op, adapter, *operands, extras=_extras(o), needs=needs)[:4]
+    read = (o.x, o.weight, o.a, o.b, o.sizes, o.bias, o.row_scale, o.out, o.key)
+    return lora.forward(run, op, adapter, *read, extras=_extras(o), needs=needs)[:4]
 
 
 _FORWARD = define(
@@ -67,9 +67,9 @@ def _main_grads_rule(
     run: Any, static: tuple[Linear, Adapter, LinearSpecs, LoraNeeds, bool], o: AdaptedGradOperands
 ) -> tuple[Any, ...]:
     op, adapter, specs, needs, new_b = static
-    operands = (o.x, o.weight, o.u, o.a, o.b, o.sizes, o.bias, o.row_scale, o.dy, o.key)
+    read = (o.x, o.weight, o.u, o.a, o.b, o.sizes, o.bias, o.row_scale, o.dy, o.key)
     options: dict[str, Any] = {"new_b": new_b, "grad_input": o.grad_input, "extras": _extras(o)}
-    return lora.main_grads(run, op, adapter, specs, *operands, needs=needs, **options)[:8]
+    return lora.main_grads(run, op, adapter, specs, *read, needs=needs, **options)[:8]
 
 
 _MAIN_GRADS = define(

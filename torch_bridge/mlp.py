@@ -245,7 +245,7 @@ def in_stages(
     del z, dy
     dx = db1 = None
     if len(facts.backward) > 1:
-        operands = [(dh, of_dh, *first.pop())]
+        operands = [(dh, of_dh, *first.pop())]  # in the order of _FirstOperands, or that of the caller
         del dh, of_dh
         dx, db1, rows, dh, *made = call_prepared(facts.backward[1], operands, saved.rows)
         if needs.wi:

@@ -129,10 +129,10 @@ HiddenOperands = namedtuple("HiddenOperands", "x h z wi wo sizes source inverse 
 def _hidden_rule(run: Any, static: GradFacts, o: HiddenOperands) -> tuple[Any, ...]:
     op, specs, needs, new_wo = static
     order = Order(o.sizes, o.source, o.inverse, None, o.probs)
-    operands = (o.x, o.h, o.z, o.wi, o.wo, order, o.wi_bias, o.wo_bias, o.dy)
+    read = (o.x, o.h, o.z, o.wi, o.wo, order, o.wi_bias, o.wo_bias, o.dy)
     probs: Any = specs.probs
     options: dict[str, Any] = {"weights_dtype": probs.dtype, "extras": o.extras or NO_EXTRAS}
-    *found, z, dy = rules.at_hidden(run, op, specs, *operands, needs, **options)[:6]
+    *found, z, dy = rules.at_hidden(run, op, specs, *read, needs, **options)[:6]
     return *found, *with_weight_grad(run, op.fc2(), specs.wo, z, dy, o.sizes, wanted=new_wo)
 
 
@@ -153,8 +153,8 @@ def _first_rule(run: Any, static: GradFacts, o: FirstOperands) -> tuple[Any, ...
     order = Order(o.sizes, o.source, o.inverse, None, None)
     (extras, *_) = o.extras or NO_EXTRAS
     gathers_late = not rules.measures_rows(op)  # rows of x are made after dx, so that they are not alive before
-    operands = (None if gathers_late else o.x, o.wi, order, o.dh, o.of_dh)
-    found = rules.first_product(run, op, specs, *operands, needs, grad_input=o.grad_input, extras=extras)
+    read = (None if gathers_late else o.x, o.wi, order, o.dh, o.of_dh)
+    found = rules.first_product(run, op, specs, *read, needs, grad_input=o.grad_input, extras=extras)
     rows = found.rows
     if new_wi and gathers_late:
         rows = rules.first_rows(run, op.fc1(), specs.wi, o.x, o.source, o.inverse, o.sizes, extras.x)
@@ -235,7 +235,8 @@ def _forward(given: Arguments, facts: Facts, scaling: Scaling, m: Any, out: Tens
     if out is not None:
         linear_spec.check_buffer(ROUTED_NAMES.out, rows_spec(out), _result_spec(x))
     extras = scaling.extras(2, None, training=facts.training)
-    operands = (x, given.sizes, given.row_scale, wi, wo, every_row(home(x)), wi_bias, wo_bias, out, extras)
+    experts, weights, tokens = given.sizes, given.row_scale, every_row(home(x))
+    operands = (x, experts, weights, wi, wo, tokens, wi_bias, wo_bias, out, extras)  # in the order of RoutedOperands
     y, sizes, source, inverse, probs, h, z, wi, wo = call_prepared(facts.forward, operands, m)
     if not facts.training:
         return y, ()

@@ -30,8 +30,7 @@ def test_plain_formats_are_keyed_by_their_element_type():
     ids=lambda part: getattr(part, "name", part),
 )
 def test_named_recipes_have_one_format_for_every_operand(recipe, values):
-    cells = (*recipe.forward, *recipe.dgrad, *recipe.wgrad)
-    assert {fmt.values for fmt in cells} == {values}
+    assert {fmt.values for fmt in recipe.formats()} == {values}
     assert recipe == recipes.plain(values)
     assert hash(recipe) == hash(recipes.plain(values))
 

@@ -67,11 +67,15 @@ def test_operands_have_the_names_of_their_class(path: Path) -> None:
         assert not after or fields[-len(after) :] == after, f"line {line}, {name}"
 
 
-def test_every_tuple_has_such_a_comment() -> None:
-    """As many as there are calls with prepared facts, which take a tuple or a list with one."""
-    calls = tuples = 0
-    for path in FILES:
-        text = path.read_text()
-        calls += len(re.findall(r"= call_prepared\(|return call_prepared\(", text))
-        tuples += len(tuples_of(text, ast.parse(text)))
-    assert tuples >= calls - 1, "all but `call`, which gets an instance of the class"
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_tuple_names_its_class(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    named = {line for line, *_ in tuples_of(text, tree)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Name(id="operands" | "at_hidden" | "first")], value=ast.Tuple() | ast.List()):
+                assert node.lineno in named, f"line {node.lineno}: no comment names the class of these operands"
+            case ast.Call(func=ast.Name(id="call_prepared"), args=[_, operands, _]):
+                assert isinstance(operands, ast.Name), f"line {node.lineno}: operands without a comment of their own"
+                assert operands.id in ("operands", "at_hidden"), operands.id

@@ -18,9 +18,8 @@ from grouped_core.recipes import Recipe
 from jax_grouped import moe, nnx
 from tests import asserts
 from tests.jax_frontend.jax_tools import same
-from tests.quantized import QUANTIZING
+from tests.quantized import QUANTIZING as RECIPES
 
-RECIPES = QUANTIZING
 DELAYED = recipes.FP8Delayed.replace(history=3)
 SIZES = np.asarray([5, 0, 9, 2], np.int32)
 G, S, H, F = len(SIZES), int(SIZES.sum()), 64, 32

@@ -6,10 +6,9 @@ from typing import Any
 
 from grouped_core import recipes
 from tests import asserts
-from tests.quantized import QUANTIZING
+from tests.quantized import QUANTIZING as RECIPES
 from tests.torch_frontend.torch_tools import leaf, manual_seed
 
-RECIPES = QUANTIZING
 WEIGHTS_ALONE = recipes.MXFP8.replace(
     name="weights alone",
     forward=(recipes.BF16.forward[0], recipes.MXFP8.forward[1]),

@@ -29,7 +29,7 @@ def options_of(host: str, recipe: Recipe | None, residuals: str | Residuals) -> 
         NotImplementedError: the recipe needs a state, or a key for each pass.
     """
     check_recipe(f"the adapter for {host}", recipe)
-    if recipe is not None and (recipe.delayed or recipe.stochastic):
+    if recipe is not None and recipe.takes_arrays:
         needs = "a state of delayed scaling" if recipe.delayed else "a random key in each pass"
         raise NotImplementedError(
             f"`recipe` of the adapter for {host}: {recipe.name}, which needs {needs}, expected a recipe without one, "
