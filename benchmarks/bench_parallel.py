@@ -178,7 +178,7 @@ def local(name: str, shape: tuple[int, ...], options: argparse.Namespace) -> dic
     found["layer, forward + backward"] = milliseconds(lambda: layer(p), options.rounds) / many
     sizes = {"ranks": LOCAL_RANKS, "experts": count, "tokens": tokens, "slots": k}
     for once in (False, True):
-        op = exchange.exchange_option("bench", **sizes, budget_factor=options.budget_factor, once=once)
+        op = exchange.exchange_option("bench", **sizes, budget_factor=options.budget_factor, once_per_rank=once)
         packs, beside = partial(pack, op), ", once_per_rank" if once else ""
         rows, _, _, inverse = jax.jit(packs)(p["x"], weights, experts)
         packing, unpacking = repeated(packs), repeated(unpack)

@@ -112,14 +112,14 @@ class Variant(NamedTuple):
     chunks: int = 1
     shared: str | None = None
     recipe: Recipe | None = None
-    once: bool = False
+    once_per_rank: bool = False
     captured: bool = False
 
     @property
     def label(self) -> str:
         parts = [self.transport, f"{self.chunks} chunks" if self.chunks > 1 else ""]
         parts += [f"shared {self.shared}" if self.shared else "", self.recipe.name if self.recipe else ""]
-        parts += ["once_per_rank" if self.once else "", "captured" if self.captured else ""]
+        parts += ["once_per_rank" if self.once_per_rank else "", "captured" if self.captured else ""]
         return ", ".join(each for each in parts if each)
 
 
@@ -135,11 +135,11 @@ def variants(transports: list[str]) -> list[Variant]:
             Variant(transport, shared="beside"),
             Variant(transport, chunks=2, shared="beside"),
             Variant(transport, recipe=MXFP8),
-            Variant(transport, once=True),
-            Variant(transport, recipe=MXFP8, once=True),
+            Variant(transport, once_per_rank=True),
+            Variant(transport, recipe=MXFP8, once_per_rank=True),
             Variant(transport, captured=True),
-            Variant(transport, once=True, captured=True),
-            Variant(transport, recipe=MXFP8, once=True, captured=True),
+            Variant(transport, once_per_rank=True, captured=True),
+            Variant(transport, recipe=MXFP8, once_per_rank=True, captured=True),
         )
     ]
 
@@ -177,7 +177,7 @@ def spread(name: str, shape: Shape, device: str, factor: float, transports: list
             row["skipped"] = reason
             continue
         options: dict[str, Any] = {"process_group": group, "budget_factor": factor, "recipe": variant.recipe}
-        options |= {"transport": variant.transport, "chunks": variant.chunks, "once_per_rank": variant.once}
+        options |= {"transport": variant.transport, "chunks": variant.chunks, "once_per_rank": variant.once_per_rank}
         options["shared"] = of_shared_expert if variant.shared == "beside" else None
         dropped: list[Tensor] = []
 
@@ -221,7 +221,7 @@ def raw(name: str, shape: Shape, device: str, factor: float, transports: list[st
 def option(shape: Shape, ranks: int, experts: int, factor: float, *, once: bool = False) -> exchange.Exchange:
     """The facts of the exchange."""
     facts = {"ranks": ranks, "experts": experts, "tokens": shape.tokens, "slots": shape.k}
-    return exchange.exchange_option("bench", **facts, budget_factor=factor, once=once)
+    return exchange.exchange_option("bench", **facts, budget_factor=factor, once_per_rank=once)
 
 
 def process(rank: int, ranks: int, device: str, folder: str, names: list[str], options: argparse.Namespace) -> None:
@@ -276,7 +276,7 @@ def local(name: str, shape: Shape, device: str, factor: float, copied: float) ->
     whole = milliseconds(lambda: step(lambda: moe(leaves[0], router, *weights, shape.k)[0], leaves), device)
     found: Rows = []
     for once in (False, True):
-        op, beside = option(shape, LOCAL_RANKS, experts, factor, once=once), ", once_per_rank" if once else ""
+        op, beside = option(shape, LOCAL_RANKS, experts, factor, once_per_rank=once), ", once_per_rank" if once else ""
         rows = parts(op, x, chosen, device, copied)
         both = 2 * (rows[0]["ms"] + rows[-1]["ms"])
         rows.append({"variant": "local parts", "ms": both, "one_ms": whole, "share": both / whole})

@@ -102,14 +102,14 @@ def quantizer(
     call = calls.quantize(
         *(spec, format, FORMS[form], None if sizes is None else ArraySpec((groups,), "int32")),
         table=isinstance(source, list),
-        encode=format.delayed,
+        scale=format.delayed,
         amax=format.delayed,
         key=format.stochastic,
         gather=None if places is None else (places.shape[0], places.shape[0] // spec.shape[0]),
     )
     more: dict[str, torch.Tensor] = {}
     if format.delayed:
-        more["encode"] = torch.full((groups,), 64.0, device=device)
+        more["scale"] = torch.full((groups,), 64.0, device=device)
     if format.stochastic:
         more["key"] = torch.tensor([1, 2], dtype=torch.int32, device=device)
     if not isinstance(source, list):

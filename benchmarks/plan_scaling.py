@@ -168,7 +168,7 @@ def main() -> int:
         for ranks in (each for each in options["ranks"] if model.experts % each == 0):
             given = {"ranks": ranks, "experts": model.experts, "tokens": options["tokens"], "slots": model.slots}
             op, of_ranks = (
-                exchange_option("plan", **given, budget_factor=options["budget_factor"], once=once)
+                exchange_option("plan", **given, budget_factor=options["budget_factor"], once_per_rank=once)
                 for once in (False, True)
             )
             held = model.layers * op.own * 3 * model.hidden * model.width * 2 / 2**30

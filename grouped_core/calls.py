@@ -93,7 +93,7 @@ QUANTIZED = RESULTS["shard_cast"]
 """Results of `quantize`, in order: the form contracted along the last axis, then the form contracted along the axis
 before it."""
 
-_QUANTIZING = ("encode", "key", "into_amax")
+_QUANTIZING = ("scale", "key", "into_amax")
 """Operands of quantising, besides its source."""
 
 _QUANTIZING_PARAMS = tuple([name for name in schema("quantize").params if name != "slots"])
@@ -240,8 +240,8 @@ def _scale_params(lhs: OperandSpec, rhs: OperandSpec, recipe: Recipe) -> dict[st
 def _segment_params(lhs: OperandSpec, contract_rows: bool) -> dict[str, Param]:
     """How contracted rows are padded."""
     if not (contract_rows and isinstance(lhs, QuantizedSpec)):
-        return {"segment": 0, "turned": 0, "rows": 0}
-    return {"segment": lhs.format.segment, "turned": int(lhs.format.turned), "rows": lhs.shape[0]}
+        return {"segment": 0, "transposed": 0, "rows": 0}
+    return {"segment": lhs.format.segment, "transposed": int(lhs.format.transposed), "rows": lhs.shape[0]}
 
 
 @lru_cache(maxsize=4096)
@@ -433,15 +433,16 @@ class QuantizedResult(NamedTuple):
 
     Attributes:
         format: the format of both forms; `rotate` and `segment` affect only the form contracted along rows.
-        forms: whether to make the form contracted along the last axis, and the form along the axis before it.
-        encode: whether quantisation scales [G] are given (delayed scaling).
+        forms: whether to make the rowwise form, contracted along the last axis, and the columnwise one, along the axis
+            before it.
+        scale: whether quantisation scales [G] are given (delayed scaling).
         amax: whether the amax [G] is a result; with `merge` it is merged into a buffer.
         key: whether a key of stochastic rounding is given. stream: the number of the stream of random numbers.
     """
 
     format: Format
     forms: tuple[bool, bool]
-    encode: bool = False
+    scale: bool = False
     amax: bool = False
     merge: bool = False
     key: bool = False
@@ -449,7 +450,7 @@ class QuantizedResult(NamedTuple):
 
     def operands(self) -> dict[str, Given]:
         """Returns the operand slots that quantising the result adds to the call, and which of them are given."""
-        return {"encode": self.encode, "key": self.key, "into_amax": self.merge}
+        return {"scale": self.scale, "key": self.key, "into_amax": self.merge}
 
     def results(self, source: ArraySpec, groups: int) -> dict[str, Given]:
         """Returns the result slots, with their specs, that quantising the result `source` adds to the call."""
@@ -476,7 +477,7 @@ def _quantized_activated(quantized: QuantizedResult | None, rows: ArraySpec, gro
         return {}, {}, {}
     made, params = quantized.results(rows, groups), quantized.params()
     return (
-        {"activated_encode": quantized.encode},
+        {"activated_scale": quantized.scale},
         {name: made.get(own) for name, own in ACTIVATED.items()},
         {f"activated_{name}": params[name] for name in _ACTIVATED_PARAMS},
     )
@@ -670,7 +671,7 @@ def spec_in_format(format: Format, shape: tuple[int, ...], axis: int, dtype: str
         scales = scales[::-1] if format.scales == "float32" else scales
     else:
         padded = padded_rows(depth, groups, format.segment)
-        codes = (outer, padded) if format.turned else (padded, _codes(format, outer))
+        codes = (outer, padded) if format.transposed else (padded, _codes(format, outer))
         scales = (padded // block, outer)
     return QuantizedSpec(
         ArraySpec(codes, format.values),
@@ -690,7 +691,7 @@ def _codes(format: Format, count: int) -> int:
 
 def _block_params(format: Format) -> dict[str, Param]:
     params = format.params()
-    return {name: params[name] for name in ("block", "block_outer", "segment", "turned")}
+    return {name: params[name] for name in ("block", "block_outer", "segment", "transposed")}
 
 
 @lru_cache(maxsize=1024)
@@ -701,7 +702,7 @@ def quantize(
     group_sizes: ArraySpec | None,
     *,
     table: bool = False,
-    encode: bool = False,
+    scale: bool = False,
     amax: bool = False,
     merge: bool = False,
     key: bool = False,
@@ -713,7 +714,7 @@ def quantize(
     """Codes and scales of rows [M, X], or, without group sizes, of weights [G, A, B].
 
     Args:
-        format, forms, encode, amax, merge, key, stream: as in `QuantizedResult`.
+        format, forms, scale, amax, merge, key, stream: as in `QuantizedResult`.
         table: weights are given by a table of addresses. skip: a flag that skips the call is given.
         reuse: results are written into the caller's buffers.
         gather: (number of rows, k). Row r is then row places[r] // k of `source` [T, X], or zeros if there is no such
@@ -721,7 +722,7 @@ def quantize(
     """
     rows, slots = gather or (source.shape[0], 1)
     groups = group_sizes.shape[0] if group_sizes is not None else source.shape[0]
-    quantized = QuantizedResult(format, forms, encode, amax, merge, key, stream)
+    quantized = QuantizedResult(format, forms, scale, amax, merge, key, stream)
     results = quantized.results(source._replace(shape=(rows, *source.shape[1:])), groups)
     operands = {
         "source": source,
@@ -757,14 +758,14 @@ def quantized_parts(call: Call) -> QuantizedParts | None:
     reads = {name: operands.pop(name) for name in _QUANTIZING}
     sizes = {"group_sizes": operands["group_sizes"]}
     results["result"], activated = source, None
-    forms = {own: results.pop(name, None) for name, own in ACTIVATED.items()}
-    encode = {"encode": operands.pop("activated_encode", None)}
+    specs = {own: results.pop(name, None) for name, own in ACTIVATED.items()}
+    scale = {"scale": operands.pop("activated_scale", None)}
     how = {name: params.pop(f"activated_{name}") for name in _ACTIVATED_PARAMS if f"activated_{name}" in params}
-    if forms["cross_values"] is not None:
+    if specs["cross_values"] is not None:
         assert source is not None, "hidden rows are given"
         width = source.shape[1] // (2 if KINDS[str(params["kind"])].gated else 1)
         results["activated"] = ArraySpec((source.shape[0], width), source.dtype)
-        activated = new_call("quantize", {"source": results["activated"], **sizes, **encode}, forms, how)
+        activated = new_call("quantize", {"source": results["activated"], **sizes, **scale}, specs, how)
     plain = new_call(call.name, operands, results, params)
     return QuantizedParts(plain, new_call("quantize", {"source": source, **sizes, **reads}, own, added), activated)
 
@@ -819,12 +820,12 @@ def shard_amax(source: ArraySpec, format: Format) -> Call:
 
 @lru_cache(maxsize=256)
 def shard_cast(
-    source: ArraySpec, format: Format, forms: tuple[bool, bool], *, encode: bool = False, skip: bool = False
+    source: ArraySpec, format: Format, forms: tuple[bool, bool], *, scale: bool = False, skip: bool = False
 ) -> Call:
     """The codes of this rank's elements, and all scales, from the amaxes of all ranks, written in place.
 
     Args:
-        forms, encode, skip: as in `quantize`.
+        forms, scale, skip: as in `quantize`.
     """
     whole = quantize(source, format, forms, None)
     results = {name: spec for name, spec in zip(RESULTS["quantize"], whole.outputs, strict=True) if name in QUANTIZED}
@@ -832,7 +833,7 @@ def shard_cast(
         "source": source,
         "source_table": True,
         "amax": True,
-        "encode": encode,
+        "scale": scale,
         "skip": skip,
         **{f"into_{name}": spec for name, spec in results.items()},
     }

@@ -20,7 +20,7 @@ NAME = "jax_grouped"
 VERSION = 1
 FILES = {
     "gkn": LAYOUTS["jax_grouped"],
-    "gnk": dataclasses.replace(LAYOUTS["jax_grouped"], name="jax_grouped (gnk)", turned=False, linear=True),
+    "gnk": dataclasses.replace(LAYOUTS["jax_grouped"], name="jax_grouped (gnk)", transposed=False, linear=True),
 }
 """Layouts of our files by the order of a weight's axes; their names are those of `jax_grouped`."""
 
@@ -131,7 +131,7 @@ def described(
         "layout": order,
         "ranks": ranks,
         "layers": layers,
-        "formats": {key: [dataclasses.asdict(each) for each in forms] for key, forms in formats.items()},
+        "formats": {key: [dataclasses.asdict(each) for each in parts] for key, parts in formats.items()},
     }
     return json.dumps(notes)
 
@@ -176,7 +176,7 @@ def _read(notes: dict[str, Any]) -> Recorded:
         if type(entry["groups"]) is not int or entry["form"] not in ("grouped", "indexed"):
             raise ValueError(f"groups or form of {place[:80]}")
         groups[place], indexed[place] = entry["groups"], entry["form"] == "indexed"
-    formats = {key: tuple(Format(**each) for each in forms) for key, forms in notes["formats"].items()}
+    formats = {key: tuple(Format(**each) for each in parts) for key, parts in notes["formats"].items()}
     if notes["layout"] not in FILES or type(notes["ranks"]) is not int or not 1 <= notes["ranks"] < 1 << 20:
         raise ValueError("layout or ranks")
     return Recorded(notes["layout"], layers, groups, indexed, formats, notes["ranks"])
@@ -220,7 +220,7 @@ def check_agreement(
     """
     if convert:
         return
-    order = "gkn" if target.turned else "gnk"
+    order = "gkn" if target.transposed else "gnk"
     if found.layers and found.order != order:
         raise ValueError(
             f"checkpoint `{where}`: weights in the layout {found.order}, expected {order} of the model; pass "

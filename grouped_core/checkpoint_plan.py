@@ -14,7 +14,7 @@ from grouped_core import layout_steps as steps
 from grouped_core.layout_steps import Step, cancelled, facts_after, undone
 from grouped_core.layouts import (
     BIASES,
-    ROUTER_TURNED,
+    ROUTER_TRANSPOSED,
     WEIGHTS,
     Keys,
     Layout,
@@ -151,12 +151,12 @@ def _to_common(written: _Written, role: str, part: str, block: int | None, facts
         if single:
             found.append(steps.Grow())
     if role in ("router", "shared_gate"):
-        return [steps.Turn()] if layout.name in ROUTER_TURNED and layout.turned else []
-    axis = -1 if role in BIASES or (layout.turned and not part) else -2
+        return [steps.Transpose()] if layout.name in ROUTER_TRANSPOSED and layout.transposed else []
+    axis = -1 if role in BIASES or (layout.transposed and not part) else -2
     if len(paths) == 2:
         found.append(_moved(part, steps.Join(axis), "a pair", facts))
-    if layout.turned and role in WEIGHTS and not part:
-        found.append(steps.Turn())
+    if layout.transposed and role in WEIGHTS and not part:
+        found.append(steps.Transpose())
     if block is not None:
         axis = -1 if role in BIASES else -2
         found.append(_moved(part, steps.Contiguous(block, axis), block, facts))

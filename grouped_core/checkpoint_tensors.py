@@ -145,13 +145,13 @@ def _quantised_targets(
         if origin in given:
             kept.pop(origin)
             q = given[origin]
-            found[key] = _turned(q) if source.turned != target.turned else q
+            found[key] = _transposed(q) if source.transposed != target.transposed else q
         elif source.parts.get("values") == "_blocks":
             values = result[move.targets[0]]
             shape = (values.shape[0], values.shape[1], 2 * values.shape[2])
             axis = 2
             q = QTensor(values, result[f"{key}.scales"], None, FORMATS["mxfp4"], axis, shape, "bfloat16")
-            found[key] = _turned(q) if target.turned else q
+            found[key] = _transposed(q) if target.transposed else q
     for move in made.moves:  # of no layer, or in the same form
         for key in list(kept):
             if move.targets == (f"{key}.values",):
@@ -159,11 +159,11 @@ def _quantised_targets(
     return found
 
 
-def _turned(q: QTensor[Any]) -> QTensor[Any]:
+def _transposed(q: QTensor[Any]) -> QTensor[Any]:
     """The same weight with its last two axes named the other way round; codes and scales stay."""
     groups, a, b = q.shape
     return dataclasses.replace(
-        q, axis=3 - q.axis, shape=(groups, b, a), other=None if q.other is None else _turned(q.other)
+        q, axis=3 - q.axis, shape=(groups, b, a), other=None if q.other is None else _transposed(q.other)
     )
 
 
@@ -202,7 +202,7 @@ def saving(
     here = LAYOUTS[layout]
     flat, quantised = flatten(tree)
     facts = {key: facts_of(value) for key, value in flat.items()}
-    order = "gkn" if here.turned else "gnk"
+    order = "gkn" if here.transposed else "gnk"
     made = plan(facts, here, FILES[order], lambda _: (None, None), shard=shard, keep=True)
     if shard.ranks > 1:
         _check_same_on_all_ranks(made)

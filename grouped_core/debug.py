@@ -161,7 +161,7 @@ def _source(call: Call) -> str:
 def _quantisers(call: Call, kernel: str, arch: str) -> str:
     """The quantising kernels that run after the kernel of a fused call, where that kernel does not quantise."""
     parts = quantized_parts(call)
-    if parts is None or not kernel.endswith(("_stored_cpu", "_stored_cuda")):
+    if parts is None or not kernel.endswith(("_quantized_cpu", "_quantized_cuda")):
         return ""
     text = ""
     for part in filter(None, parts[1:]):

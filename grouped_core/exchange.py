@@ -8,9 +8,9 @@ tokens with one expert each, so the experts run on them as on any tokens (`group
 expert, then source rank, then token: the order of all tokens on one rank, whose bits follow (docs/contracts.md, LYR-9,
 LYR-10). Results go back the same way and are summed per token.
 
-With `once` a token is sent to a rank at most once, with the numbers and weights of its experts there. What arrives are
-tokens with j experts each, j = min(k, E / P), whose results are summed and rounded where they are computed, so that one
-row per token and rank goes back (LYR-18).
+With `once_per_rank` a token is sent to a rank at most once, with the numbers and weights of its experts there. What
+arrives are tokens with j experts each, j = min(k, E / P), whose results are summed and rounded where they are computed,
+so that one row per token and rank goes back (LYR-18).
 
 Letters: P ranks, T tokens of a rank, k experts per token, E experts, B rows of the budget, j experts of a row at most,
 H columns.
@@ -45,8 +45,8 @@ class Exchange:
     Attributes:
         ranks: P. experts: E, of all ranks. tokens: T, of this rank. slots: k.
         budget: B, rows that one rank sends to one rank at most.
-        once: whether a token is sent to a rank once, for all its experts there, instead of once for each.
-        slot_budget: with `once` and a budget factor, the budget without `once`.
+        once_per_rank: whether a token is sent to a rank once, for all its experts there, instead of once for each.
+        slot_budget: with `once_per_rank` and a budget factor, the budget without it.
     """
 
     ranks: int
@@ -54,7 +54,7 @@ class Exchange:
     tokens: int
     slots: int
     budget: int
-    once: bool = False
+    once_per_rank: bool = False
     slot_budget: int | None = None
 
     @property
@@ -70,11 +70,11 @@ class Exchange:
     @property
     def slots_of_row(self) -> int:
         """j, the most experts of the receiving rank that one row can have, if no token chooses an expert twice."""
-        return min(self.slots, self.own) if self.once else 1
+        return min(self.slots, self.own) if self.once_per_rank else 1
 
     @property
     def max_rows(self) -> int | None:
-        """How many rows the experts of a rank have room for: as many as without `once`; None: one row for each slot."""
+        """How many rows the experts of a rank have room for: as many as without `once_per_rank`; None: one per slot."""
         if self.slot_budget is None or self.slot_budget >= self.budget * self.slots_of_row:
             return None
         return self.ranks * self.slot_budget
@@ -88,16 +88,16 @@ def exchange_option(
     tokens: int,
     slots: int,
     budget_factor: float | None = None,
-    once: bool = False,
+    once_per_rank: bool = False,
 ) -> Exchange:
     """The facts of the exchange that `function` asks for.
 
     Args:
         budget_factor: a rank sends to one rank at most this many times the mean number of rows, rounded up; None: as
             many as there can be if no token chooses an expert twice.
-        once: whether a token is sent to a rank once, for all its experts there. A rank then sends at most T rows to one
-            rank, and T (1 - C(E - E / P, k) / C(E, k)) on average if choices are uniform. If a token is sent once for
-            each expert, these numbers are T min(k, E / P) and T k / P.
+        once_per_rank: whether a token is sent to a rank once, for all its experts there. A rank then sends at most T
+            rows to one rank, and T (1 - C(E - E / P, k) / C(E, k)) on average if choices are uniform. If a token is
+            sent once for each expert, these numbers are T min(k, E / P) and T k / P.
 
     Raises:
         ValueError: ranks do not divide the experts, or the factor is out of range.
@@ -106,11 +106,11 @@ def exchange_option(
     factor = check_budget_factor(function, budget_factor)
     most, wanted = tokens * min(slots, own), None if factor is None else factor * tokens * slots / ranks
     of_slots = _budget(wanted, most)
-    if not once:
+    if not once_per_rank:
         return Exchange(ranks, experts, tokens, slots, of_slots)
     wanted = None if factor is None else factor * tokens * _reach(experts, own, slots)
     budget = _budget(wanted, tokens)
-    return Exchange(ranks, experts, tokens, slots, budget, once, None if factor is None else of_slots)
+    return Exchange(ranks, experts, tokens, slots, budget, once_per_rank, None if factor is None else of_slots)
 
 
 def _budget(wanted: float | None, most: int) -> int:
@@ -233,8 +233,8 @@ class Sent(NamedTuple):
 
     Attributes:
         sizes: int32 [E], rows that are sent to each expert, in the order of ranks and of the experts of each rank. With
-            `once` int32 [P], rows that are sent to each rank.
-        source: int32 [P B], slot of each row, -1 for none; with `once` the first of its slots.
+            `once_per_rank` int32 [P], rows that are sent to each rank.
+        source: int32 [P B], slot of each row, -1 for none; with `once_per_rank` the first of its slots.
         experts: int32 [P B j], experts of each row, counted from the first one of the rank that gets it, -1 for none.
         inverse: int32 [T, k], row of each slot that is the `source` of a row, -1 for the other slots.
         dropped: int32 [1], how many slots have an expert but are not sent.
@@ -260,7 +260,7 @@ def send_order(run: Runner, op: Exchange, experts: Array, weights: Array | None 
     [P B, j].
     """
     wide = None if weights is None else run.cast(weights, "float32")
-    if not op.once:
+    if not op.once_per_rank:
         return _cut(run, op, experts, op.experts, wide)
     call = routing_calls.rank_slots(run.spec(experts), op.experts, op.ranks)
     (ranks,) = run(call, call.arrange(experts=experts))

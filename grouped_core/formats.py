@@ -111,6 +111,11 @@ class Format(Literal):
         return self.block if self.square else 1
 
     @property
+    def transposed(self) -> bool:
+        """`turned` by the name that internal code and native calls have for it."""
+        return self.turned
+
+    @property
     def layout(self) -> tuple[Any, ...]:
         """What a reader of codes and scales has to know; other fields only affect how they are computed."""
         return (
@@ -157,7 +162,7 @@ class Format(Literal):
 _FIELDS = fields_of(Format)
 
 PARAMS = (
-    *("rule", "block", "block_outer", "segment", "turned", "pow2", "eps", "starts_at_one"),
+    *("rule", "block", "block_outer", "segment", "transposed", "pow2", "eps", "starts_at_one"),
     *("stochastic", "rotate", "four_over_six", "full_range"),
 )
 """What a quantising kernel has to know of a format; a new option of formats is added here."""

@@ -135,14 +135,14 @@ def linear_forward(
         operand_spec(run, out),
     )
     recipe = op.resolve(x_spec, w_spec)
-    forms = linear_forms(run, op, x, w, group_sizes, extras, needs, has_scale=row_scale is not None)
+    prepared = prepare_operands(run, op, x, w, group_sizes, extras, needs, has_scale=row_scale is not None)
     saved = linear_saved(op, needs, bias is not None, row_scale is not None)
     y = product(
         run,
         op,
         recipe,
-        (forms.x, 1),
-        (forms.w, op.weight_axes()[0]),
+        (prepared.x, 1),
+        (prepared.w, op.weight_axes()[0]),
         group_sizes,
         result.dtype,
         bias=bias,
@@ -150,11 +150,11 @@ def linear_forward(
         into=out,
         low=low,
     )
-    return Forward(y, forms.kept_x if saved.x else None, forms.kept_w if saved.w else None, forms.amax)
+    return Forward(y, prepared.kept_x if saved.x else None, prepared.kept_w if saved.w else None, prepared.amax)
 
 
-class Forms(NamedTuple):
-    """x and w in the forms that the forward product reads, and in those that backward reads, if it reads them."""
+class Prepared(NamedTuple):
+    """x and w in the formats that the forward product reads, and in those that backward reads, if it reads them."""
 
     x: Operand
     w: Operand
@@ -163,7 +163,7 @@ class Forms(NamedTuple):
     amax: Amaxes
 
 
-def linear_forms(
+def prepare_operands(
     run: Runner,
     op: Linear,
     x: Operand,
@@ -173,8 +173,8 @@ def linear_forms(
     needs: Needs,
     *,
     has_scale: bool = False,
-) -> Forms:
-    """Returns x and w in the forms that forward and the gradients in `needs` read, from one pass per operand."""
+) -> Prepared:
+    """Returns x and w in the formats that forward and the gradients in `needs` read, from one pass per operand."""
     recipe = op.resolve(operand_spec(run, x), operand_spec(run, w))
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
     keep_w = keep_w and not is_read_as_is(recipe, w)
@@ -185,7 +185,7 @@ def linear_forms(
     rows = in_formats(run, x, x_forms, group_sizes, requantize=again, **of_x)
     weights = in_formats(run, w, w_forms, None, requantize=again, **of_w)
     kept = (rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else uncached(w))
-    return Forms(rows.forms[0], weights.forms[0], *kept, Amaxes(rows.amax, weights.amax))
+    return Prepared(rows.forms[0], weights.forms[0], *kept, Amaxes(rows.amax, weights.amax))
 
 
 def uncached(w: Operand) -> Operand:
@@ -219,9 +219,9 @@ def cached_forms(op: Linear, needs: Needs, has_scale: bool) -> tuple[tuple[int, 
     return quantized_only(weight_forms(op, op.recipe, keeps_forms(op, op.recipe, needs, has_scale)[1]))
 
 
-def quantized_only(forms: Sequence[tuple[int, Format]]) -> tuple[tuple[int, Format], ...]:
-    """Returns `forms` without those in plain formats, which are the array itself."""
-    return tuple([each for each in forms if not each[1].plain])
+def quantized_only(wanted: Sequence[tuple[int, Format]]) -> tuple[tuple[int, Format], ...]:
+    """Returns `wanted` without those in plain formats, which are the array itself."""
+    return tuple([each for each in wanted if not each[1].plain])
 
 
 def reads_values(op: Linear, needs: Needs, has_scale: bool) -> bool:

@@ -181,7 +181,7 @@ class Halve(Step):
 
 
 @dataclass(frozen=True)
-class Turn(Step):
+class Transpose(Step):
     """The last two axes exchanged."""
 
     @property

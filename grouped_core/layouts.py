@@ -37,7 +37,7 @@ class Layout:
 
     Attributes:
         name: its public name.
-        turned: whether weights are [in, out] (gkn), not [out, in] (gnk); quantised weights have one layout.
+        transposed: whether weights are [in, out] (gkn), not [out, in] (gnk); quantised weights have one layout.
         mlp: ways to write the tensors of an MLP of experts, by role; the first is what is written by default.
         experts: path of the experts' MLP inside a mixture-of-experts layer; "" if its tensors are the layer's own.
         layer: ways to write the layer's other tensors, by role.
@@ -49,7 +49,7 @@ class Layout:
     """
 
     name: str
-    turned: bool
+    transposed: bool
     mlp: Mapping[str, tuple[Paths, ...]]
     experts: str = ""
     layer: Mapping[str, tuple[Paths, ...]] = field(default_factory=dict)
@@ -61,11 +61,11 @@ class Layout:
     linear: bool = False
 
     def __hash__(self) -> int:
-        return hash((self.name, self.turned))
+        return hash((self.name, self.transposed))
 
 
 def _fc(first: str, *more: str) -> dict[str, tuple[Paths, ...]]:
-    """TransformerEngine's names in the given forms, such as "{layer}.{kind}{{}}"."""
+    """TransformerEngine's names as the given spellings, such as "{layer}.{kind}{{}}"."""
     roles = {"wi": ("linear_fc1", "weight"), "wo": ("linear_fc2", "weight")}
     roles |= {"wi_bias": ("linear_fc1", "bias"), "wo_bias": ("linear_fc2", "bias")}
     return {
@@ -109,7 +109,7 @@ _HF_ONE = dict(
     zip(("wi", "wo"), (((each,)) for each in _proj("gate_proj", "up_proj", "down_proj", prefix="")), strict=True)
 )
 _HF: dict[str, Any] = {
-    "turned": False,
+    "transposed": False,
     "experts": "experts",
     "layer": {
         "router": (("gate.weight",),),
@@ -122,7 +122,7 @@ _HF: dict[str, Any] = {
     "interleave": None,
 }
 _MEGATRON: dict[str, Any] = {
-    "turned": False,
+    "transposed": False,
     "experts": "experts",
     "layer": {
         "router": (("router.weight",),),
@@ -185,9 +185,9 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         )
     }
 )
-"""Every layout by its public name. Those of Hugging Face and of Megatron read the same and write different forms."""
+"""Every layout by its public name. Those of Hugging Face, and of Megatron, read the same names and write others."""
 
-ROUTER_TURNED = {"jax_grouped", "flax"}
+ROUTER_TRANSPOSED = {"jax_grouped", "flax"}
 """Layouts whose router is [H, E]."""
 
 

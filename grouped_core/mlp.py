@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from grouped_core import calls, gradients
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import Format, QTensor, wide
-from grouped_core.gradients import Amaxes, Forms, Needs, Term, weight_grad
+from grouped_core.gradients import Amaxes, Needs, Prepared, Term, weight_grad
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
 from grouped_core.products import (
     Array,
@@ -173,8 +173,8 @@ def hidden_rows(
     if quantized is None:
         return z, h, None
     width = operand_spec(run, wi).shape[linear.weight_axes()[1]] // (2 if op.activation.gated else 1)
-    forms = quantized.forms(call, (z, h, *results), ArraySpec((x_spec.shape[0], width), x_spec.dtype))
-    return joined(forms.forms), h, forms.amax
+    made = quantized.forms(call, (z, h, *results), ArraySpec((x_spec.shape[0], width), x_spec.dtype))
+    return joined(made.forms), h, made.amax
 
 
 def mlp(
@@ -205,7 +205,7 @@ def mlp(
     """
     check(op, *(operand_spec(run, each) for each in (x, wi, wo, group_sizes, probs, wi_bias, wo_bias, out)))
     keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
-    first = first_forms(run, op, x, wi, group_sizes, extras[0], needs)
+    first = prepare_first(run, op, x, wi, group_sizes, extras[0], needs)
     linear = op.fc2(wo_bias is not None and probs is not None)
     quantized = None if beside.reads_z else activated_forms(run, op, operand_spec(run, x), wo, extras[1], keep.z)
     how: dict[str, Any] = {"keep": keep.h, "quantized": quantized, "low": beside.first(x, group_sizes)}
@@ -262,10 +262,10 @@ def fused_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **options: Any) 
     return within(wanted, **options)
 
 
-def first_forms(
+def prepare_first(
     run: Runner, op: Mlp, x: Operand, wi: Operand, group_sizes: Array, extras: Extras, needs: MlpNeeds
-) -> Forms:
-    """Returns x and wi in the forms that the first product reads; the policy `save_input` saves the inputs themselves.
+) -> Prepared:
+    """Returns x and wi in the formats of the first product; the policy `save_input` saves the inputs themselves.
 
     For a weight with forms cached by its layer, `save_input` saves those forms: the layer may replace them before
     backward.
@@ -273,12 +273,12 @@ def first_forms(
     again, cached = op.residuals.policy == "save_input", isinstance(wi, Cached)
     rows = needs.wi and not again and op.keeps_rows
     asked = Needs(needs.x and (cached or not again), rows, False, False)
-    forms = gradients.linear_forms(run, op.fc1(), x, wi, group_sizes, extras, asked)
+    prepared = gradients.prepare_operands(run, op.fc1(), x, wi, group_sizes, extras, asked)
     if again and isinstance(wi, Cached):
         recipe = op.fc1().resolve(operand_spec(run, x), operand_spec(run, wi))
         reads_source = recipe.forward[1].plain or (needs.x and recipe.dgrad[1].plain)
-        return forms._replace(kept_w=wi if reads_source else wi.forms)
-    return forms
+        return prepared._replace(kept_w=wi if reads_source else wi.forms)
+    return prepared
 
 
 @lru_cache(maxsize=1024)
@@ -293,7 +293,7 @@ def cached_forms(op: Mlp, needs: MlpNeeds, keep_z: bool) -> tuple[tuple[tuple[in
     of_wi = gradients.keeps_forms(first, recipe, Needs(needs.x, False, False, False), False)[1]
     of_wo = gradients.keeps_forms(second, recipe, Needs(needs_dz(needs), keep_z, False, False), False)[1]
     both = gradients.weight_forms(first, recipe, of_wi), gradients.weight_forms(second, recipe, of_wo)
-    return tuple([gradients.quantized_only(forms) for forms in both])
+    return tuple([gradients.quantized_only(each) for each in both])
 
 
 def hidden_grads(
@@ -357,7 +357,7 @@ def hidden_grads(
     named = {"lhs": quantized_dy, "rhs": wo, "group_sizes": group_sizes, "hidden": h, "row_scale": p, "row_base": base}
     named |= beside.operands() if beside else {}
     if quantized_z is not None:
-        named["activated_encode"] = quantized_z.arrays["encode"]
+        named["activated_scale"] = quantized_z.arrays["scale"]
     results = run(call, arranged(call, **named, **(quantized.arrays if quantized else {})))
     dh, z, dp, *_ = results
     if quantized_z is not None:
@@ -533,9 +533,9 @@ def at_hidden(
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and z is None):
         # The fused call of forward runs again: it takes a weight in two arrays as well, and makes z along with h.
         again = extras[0]._replace(measure=False)  # forward found the amaxes
-        forms = first_forms(run, op, x, wi, group_sizes, again, NO_NEEDS)
+        prepared = prepare_first(run, op, x, wi, group_sizes, again, NO_NEEDS)
         how: dict[str, Any] = {"keep": needs_dz(needs), "low": beside.first(x, group_sizes)}
-        z, h, _ = hidden_rows(run, op, forms.x, forms.w, group_sizes, probs, wi_bias, **how)
+        z, h, _ = hidden_rows(run, op, prepared.x, prepared.w, group_sizes, probs, wi_bias, **how)
     dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []
     dy_forms += [(0, recipe.wgrad[1])] if needs.wo else []
     given, added = dy, beside.hidden(dy, group_sizes)

@@ -149,7 +149,7 @@ def _quantize(
         (last in places, last - 1 in places),
         None if group_sizes is None else run.spec(group_sizes),
         table=isinstance(source, Listed),
-        encode=scale is not None,
+        scale=scale is not None,
         amax=measure,
         merge=merged is not None,
         key=key is not None,
@@ -162,7 +162,7 @@ def _quantize(
         "source": source if gathered is None else gathered.tokens,
         "places": None if gathered is None else gathered.source,
         "group_sizes": group_sizes,
-        "encode": scale,
+        "scale": scale,
         "into_amax": merged,
         "key": key,
         "skip": skip,
@@ -236,7 +236,7 @@ def within(
         key is not None,
         2 * stream,
     )
-    return Within(call, tuple(wanted), {"encode": scale, "into_amax": amax, "key": key})
+    return Within(call, tuple(wanted), {"scale": scale, "into_amax": amax, "key": key})
 
 
 def quantize(

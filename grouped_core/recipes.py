@@ -229,7 +229,7 @@ def _check_formats(recipe: Recipe) -> None:
     for fmt in (x, dy):
         if fmt.for_weights:
             refuse("wgrad", f"{fmt.name}", "a format for rows")
-    if (x.segment, x.turned, x.block) != (dy.segment, dy.turned, dy.block):
+    if (x.segment, x.transposed, x.block) != (dy.segment, dy.transposed, dy.block):
         refuse("wgrad", f"{x.name} and {dy.name}", "two formats with the same segment, block and layout along rows")
     if x.stochastic:
         refuse("wgrad", f"{x.name} with random rounding of x", "random rounding of dy only")

@@ -93,7 +93,7 @@ def _weight_values(o: Operands, p: Mapping[str, Any]) -> NDArray[np.float64]:
 def _segment_values(o: Operands, slot: str, p: Mapping[str, Any], width: int) -> NDArray[np.float64]:
     """[P, width] of rows that are contracted, padded to segments."""
     values, scales = _decoded(o[slot]), o[f"{slot}_scales"]
-    values = values.T if p["turned"] else values[:, :width]
+    values = values.T if p["transposed"] else values[:, :width]
     if scales is not None:
         values = values * _spread(scales, (p[f"{slot}_block"], 1), values.shape)
     values = np.array(values)
@@ -134,7 +134,7 @@ def with_values(call: Call, arrays: Sequence[Any]) -> tuple[Call, tuple[Any, ...
         for slot, width in zip(("lhs", "rhs"), result.shape[1:], strict=True):
             o[slot] = _segment_values(o, slot, p, width)
         o["group_sizes"] = segment_sizes(o["group_sizes"], p["rows"], p["segment"])
-        p |= {"segment": 0, "turned": 0, "rows": 0}
+        p |= {"segment": 0, "transposed": 0, "rows": 0}
     else:
         if not plain["lhs"]:
             o["lhs"] = _row_values(o, "lhs", p["lhs_block"])
@@ -380,13 +380,13 @@ class Oracle:
         plain, quantize, activated = parts
         results = dict(zip(RESULTS[plain.name], self(plain, plain.arrange(**operands)), strict=True))
         sizes = {"group_sizes": operands["group_sizes"]}
-        given = {name: operands.get(name) for name in ("encode", "key", "into_amax")}
-        forms = self(quantize, quantize.arrange(source=results["result"], **sizes, **given))
-        results |= dict(zip(RESULTS["quantize"], forms, strict=True))
+        given = {name: operands.get(name) for name in ("scale", "key", "into_amax")}
+        made = self(quantize, quantize.arrange(source=results["result"], **sizes, **given))
+        results |= dict(zip(RESULTS["quantize"], made, strict=True))
         if activated is not None:
-            encode = operands.get("activated_encode")
-            forms = self(activated, activated.arrange(source=results["activated"], **sizes, encode=encode))
-            made = dict(zip(RESULTS["quantize"], forms, strict=True))
+            scale = operands.get("activated_scale")
+            again = self(activated, activated.arrange(source=results["activated"], **sizes, scale=scale))
+            made = dict(zip(RESULTS["quantize"], again, strict=True))
             results |= {name: made[own] for name, own in ACTIVATED.items()}
         wanted = zip(RESULTS[call.name], call.outputs, strict=True)
         return tuple(None if spec is None else results[name] for name, spec in wanted)

@@ -49,7 +49,7 @@ def exchange(op: Exchange, experts: Sequence[NDArray[Any]]) -> tuple[list[Receiv
 
 def _rows(op: Exchange, experts: NDArray[Any], slots: NDArray[Any]) -> list[NDArray[Any]]:
     """The slots of each row that goes to a rank, of those `slots` whose experts are there."""
-    if op.once:
+    if op.once_per_rank:
         return [slots[slots // op.slots == token] for token in np.unique(slots // op.slots)]
     return list(slots[np.argsort(experts[slots], kind="stable")].reshape(-1, 1))
 

@@ -50,32 +50,32 @@ def _blocks(x: Floats, block: tuple[int, int]) -> Floats:
 
 def _rotated(x: Floats, source: str) -> Floats:
     """x with every 16 rows of a column rotated; the number of rows is a multiple of 16."""
-    turned = rounding.rotate(x.T.reshape(x.shape[1], -1, 16)).reshape(x.shape[1], -1).T
-    return turned.astype(ml_dtypes.bfloat16).astype(np.float32) if source == "bfloat16" else turned
+    rotated = rounding.rotate(x.T.reshape(x.shape[1], -1, 16)).reshape(x.shape[1], -1).T
+    return rotated.astype(ml_dtypes.bfloat16).astype(np.float32) if source == "bfloat16" else rotated
 
 
-def _nvfp4_scales(p: Mapping[str, Any], blocks: Floats, encode: np.float32, axis: int) -> Codes:
+def _nvfp4_scales(p: Mapping[str, Any], blocks: Floats, scale: np.float32, axis: int) -> Codes:
     """s_b of [R, C, b0, b1] values; with 4over6 the better of two candidates."""
     amax = rounding.amax(blocks, axis=(2, 3))
-    first = rounding.nvfp4_block_scale(amax, encode)
+    first = rounding.nvfp4_block_scale_inv(amax, scale)
     if not p["four_over_six"]:
         return first
     # Costs are summed along the block for one-dimensional blocks, and along rows of the source for square ones.
     lines = blocks.swapaxes(2, 3) if axis == 0 and p["block_outer"] == 1 else blocks
-    candidates = first, rounding.nvfp4_block_scale(amax, encode, 1.5)
+    candidates = first, rounding.nvfp4_block_scale_inv(amax, scale, 1.5)
     costs = []
     for candidate in candidates:
-        scales, decode = candidate[..., None], rounding.decode_scale(encode)
-        cost = rounding.nvfp4_row_errors(lines, scales, decode, p["four_over_six"] == "square")
+        scales, scale_inv = candidate[..., None], rounding.scale_inv(scale)
+        cost = rounding.nvfp4_row_errors(lines, scales, scale_inv, p["four_over_six"] == "square")
         costs.append(rounding.nvfp4_block_errors(cost) if p["block_outer"] > 1 else cost[..., 0])
     return np.where(costs[1] < costs[0], candidates[1], candidates[0])
 
 
-def _form(p: Mapping[str, Any], x: Floats, source: str, kind: str, axis: int, encode: Any, words: Any) -> _Form:
+def _form(p: Mapping[str, Any], x: Floats, source: str, kind: str, axis: int, scale: Any, words: Any) -> _Form:
     """Values [R, C] of one group, quantised with blocks along `axis`.
 
     Args:
-        source: the element type of the values. kind: that of the codes. encode: the given quantisation scale, or None.
+        source: the element type of the values. kind: that of the codes. scale: the given quantisation scale, or None.
         words: () -> [R, C] random bits.
     """
     block, outer = p["block"] or 1, p["block_outer"]
@@ -87,24 +87,24 @@ def _form(p: Mapping[str, Any], x: Floats, source: str, kind: str, axis: int, en
     with np.errstate(all="ignore"):
         if p["rule"] == "e8m0":
             scales = rounding.e8m0_code(amax, kind)
-            factors = _spread(rounding.e8m0_encode_scale(scales), x.shape, shape)
+            factors = _spread(rounding.e8m0_scale(scales), x.shape, shape)
         elif p["rule"] == "nvfp4":
             narrow = p["four_over_six"] and not p["full_range"]
             value_range = rounding.FOUR_OVER_SIX_RANGE if narrow else rounding.NVFP4_RANGE
-            group = rounding.nvfp4_group_encode_scale(rounding.amax(x), value_range)
-            group_scale = np.float32(rounding.decode_scale(group))
+            group = rounding.nvfp4_group_scale(rounding.amax(x), value_range)
+            group_scale = np.float32(rounding.scale_inv(group))
             scales = _nvfp4_scales(p, blocks, np.float32(group), axis)
-            factors = _spread(rounding.nvfp4_block_encode_scale(scales, group_scale), x.shape, shape)
+            factors = _spread(rounding.nvfp4_block_scale(scales, group_scale), x.shape, shape)
         elif p["block"]:
-            scale = _fp32_scale(p, amax, kind, source)
-            scales = rounding.decode_scale(scale)
-            factors = _spread(scale, x.shape, shape)
+            of_blocks = _fp32_scale(p, amax, kind, source)
+            scales = rounding.scale_inv(of_blocks)
+            factors = _spread(of_blocks, x.shape, shape)
         else:
-            if encode is not None and encode == 0 and p["starts_at_one"]:
-                encode = 1.0  # of delayed scaling that has not started
-            found = encode is None or encode == 0
-            factors = _fp32_scale(p, rounding.amax(x), kind, source) if found else np.float32(encode)
-            group_scale = np.float32(rounding.decode_scale(factors))
+            if scale is not None and scale == 0 and p["starts_at_one"]:
+                scale = 1.0  # of delayed scaling that has not started
+            found = scale is None or scale == 0
+            factors = _fp32_scale(p, rounding.amax(x), kind, source) if found else np.float32(scale)
+            group_scale = np.float32(rounding.scale_inv(factors))
         y = x * factors
     codes = rounding.encode_stochastic(y, words()) if p["stochastic"] else rounding.encode(y, kind)
     return _Form(codes, scales, group_scale)
@@ -112,7 +112,7 @@ def _form(p: Mapping[str, Any], x: Floats, source: str, kind: str, axis: int, en
 
 def _fp32_scale(p: Mapping[str, Any], amax: Floats, kind: str, source: str) -> Floats:
     overflow = rounding.BF16_MAX if p["block"] and source == "bfloat16" else rounding.FLOAT_MAX
-    return rounding.encode_scale(amax, kind, eps=p["eps"], power_of_two=bool(p["pow2"]), overflow=overflow)
+    return rounding.fp32_scale(amax, kind, eps=p["eps"], power_of_two=bool(p["pow2"]), overflow=overflow)
 
 
 def _no_rows(p: Mapping[str, Any], kind: str, source: str) -> Any:
@@ -126,9 +126,9 @@ def _no_rows(p: Mapping[str, Any], kind: str, source: str) -> Any:
 def _scale_without_rows(
     p: Mapping[str, Any], columns: int, source: str, kind: str, axis: int
 ) -> Callable[[Any], np.float32]:
-    """encode -> the scale of a group without rows, which follows from its given quantisation scale alone."""
+    """scale -> the scale_inv of a group without rows, which follows from its given scale alone."""
     none = np.zeros((0, columns), np.float32)
-    return cache(lambda encode: _form({**p, "stochastic": 0}, none, source, kind, axis, encode, None).group_scale)
+    return cache(lambda scale: _form({**p, "stochastic": 0}, none, source, kind, axis, scale, None).group_scale)
 
 
 def _starts(ends: NDArray[np.int64], segment: int) -> NDArray[np.int64]:
@@ -163,13 +163,13 @@ def _quantize(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, ends
         kind = _CODES[values.dtype.name]
 
         def form(g: int, member: Floats, cross: int = cross, kind: str = kind) -> _Form:
-            encode = None if o["encode"] is None else o["encode"][g]
+            scale = None if o["scale"] is None else o["scale"][g]
             rows, columns = member.shape
 
             def words() -> NDArray[np.uint32]:
                 return rounding.random_words(key, rows, columns, g, p["stream"] + cross)
 
-            return _form(p, member, source, kind, 1 - cross, encode, words)
+            return _form(p, member, source, kind, 1 - cross, scale, words)
 
         if ends is None:
             for g in range(x.shape[0]):
@@ -188,7 +188,7 @@ def _quantize(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, ends
         for g, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             if begin == end:
                 if group_scales is not None:
-                    group_scales[g] = scale_without_rows(None if o["encode"] is None else o["encode"][g])
+                    group_scales[g] = scale_without_rows(None if o["scale"] is None else o["scale"][g])
                 continue
             if not cross:
                 made = form(g, x[begin:end])
@@ -201,7 +201,7 @@ def _quantize(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, ends
                 member[: end - begin] = x[begin:end]
                 made = form(g, _rotated(member, source) if p["rotate"] else member)
                 at = slice(starts[g], starts[g + 1])
-                if p["turned"]:
+                if p["transposed"]:
                     values[:, at] = _bits(made.codes.T, values)
                 else:
                     values[at] = _bits(_packed(made.codes, kind), values)
@@ -263,7 +263,7 @@ def _dequantize(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, en
                 scales = None if scales is None else scales[:, begin:end].T if fp32 else scales[begin:end]
             else:
                 at = slice(starts[g], starts[g] + count)
-                packed = o["values"][:, at].T if p["turned"] else o["values"][at]
+                packed = o["values"][:, at].T if p["transposed"] else o["values"][at]
                 scales = None if scales is None else scales[starts[g] // block :][: -(-count // block)]
             result[begin:end] = values(unpacked(packed, result.shape[1]), scales, g).astype(result.dtype)
 

@@ -157,7 +157,7 @@ def amax(x: ArrayLike, axis: int | tuple[int, ...] | None = None) -> Floats:
     return _from_bits(np.asarray(np.max(magnitude, axis=axis, initial=np.uint32(0))))
 
 
-def encode_scale(
+def fp32_scale(
     amax: ArrayLike, dtype: str, *, eps: float = 0.0, power_of_two: bool = False, overflow: np.float32 = FLOAT_MAX
 ) -> Floats:
     """Rule 2.2: the scale that multiplies before the cast; it is `overflow` where max / amax is infinite."""
@@ -171,7 +171,7 @@ def encode_scale(
     return np.where((a == 0) | ~np.isfinite(a), np.float32(1), e)
 
 
-def decode_scale(e: ArrayLike) -> Floats:
+def scale_inv(e: ArrayLike) -> Floats:
     """The decode scale (scale_inv) of a quantisation scale: one division."""
     with np.errstate(all="ignore"):
         return np.float32(1) / _floats(e)
@@ -193,7 +193,7 @@ def decode_e8m0(code: ArrayLike) -> Floats:
     return np.where(c == 255, np.nan, np.ldexp(1.0, c - 127)).astype(np.float32)
 
 
-def e8m0_encode_scale(code: ArrayLike) -> Floats:
+def e8m0_scale(code: ArrayLike) -> Floats:
     """2^(127 - code), exact; 255 is NaN."""
     c = np.asarray(code, np.int64)
     return np.where(c == 255, np.nan, np.ldexp(1.0, 127 - c)).astype(np.float32)
@@ -205,22 +205,22 @@ FOUR_OVER_SIX_RANGE = 1536.0
 """256 * 6: the same with 4over6, so that block scales may be 1.5 times as large."""
 
 
-def nvfp4_group_encode_scale(amax: ArrayLike, value_range: float = NVFP4_RANGE) -> Floats:
-    """e_g, the quantisation scale of a group; the quantised array holds its `decode_scale`."""
+def nvfp4_group_scale(amax: ArrayLike, value_range: float = NVFP4_RANGE) -> Floats:
+    """e_g, the quantisation scale of a group; the quantised array holds its `scale_inv`."""
     a = _floats(amax)
     with np.errstate(all="ignore"):
         e = np.minimum(np.float32(value_range) / a, FLOAT_MAX)
     return np.where((a == 0) | ~np.isfinite(a), np.float32(1), e)
 
 
-def nvfp4_block_scale(amax: ArrayLike, group_encode_scale: ArrayLike, stretch: float = 1.0) -> Codes:
+def nvfp4_block_scale_inv(amax: ArrayLike, group_scale: ArrayLike, stretch: float = 1.0) -> Codes:
     """s_b as codes of float8_e4m3fn; `stretch` 1.5 is the second candidate of 4over6."""
     with np.errstate(all="ignore"):
-        b = _floats(amax) * (_floats(group_encode_scale) * (np.float32(1) / np.float32(6)))
+        b = _floats(amax) * (_floats(group_scale) * (np.float32(1) / np.float32(6)))
         return encode(np.float32(stretch) * b, "float8_e4m3fn")
 
 
-def nvfp4_block_encode_scale(block_scale: ArrayLike, group_scale: ArrayLike) -> Floats:
+def nvfp4_block_scale(block_scale: ArrayLike, group_scale: ArrayLike) -> Floats:
     """e_b of the code s_b under the decode scale d_g; NaN stays NaN."""
     with np.errstate(all="ignore"):
         e = np.float32(1) / (decode(block_scale, "float8_e4m3fn") * _floats(group_scale))
@@ -237,7 +237,7 @@ def nvfp4_row_errors(x: Floats, block_scale: ArrayLike, group_scale: ArrayLike, 
     """4over6: [..., C] values of one row of a block -> [...], the cost of a scale, summed left to right."""
     s, d = np.asarray(block_scale)[..., None], _floats(group_scale)[..., None]
     with np.errstate(all="ignore"):
-        codes = encode(x * nvfp4_block_encode_scale(s, d), "float4_e2m1fn")
+        codes = encode(x * nvfp4_block_scale(s, d), "float4_e2m1fn")
         error = nvfp4_values(codes, s, d) - x
         cost = error * error if squares else np.abs(error)
         total = np.zeros(x.shape[:-1], np.float32)

@@ -44,7 +44,7 @@ def cast(
     forms: Sequence[QTensor[Array]],
     table: Array,
     amaxes: Array,
-    encode: Array | None,
+    scale: Array | None,
     skip: Array | None,
 ) -> None:
     """Writes the codes of this rank's elements, and all scales, in place; each format needs its own call.
@@ -52,15 +52,15 @@ def cast(
     Args:
         source, table: as in `amax`. forms: the buffers, all of one format. amaxes: int32 [G, S], amaxes of all
             ranks together.
-        encode: float32 [G], scales of delayed scaling. skip: int32 [1]; a value other than 0 leaves all unchanged.
+        scale: float32 [G], scales of delayed scaling. skip: int32 [1]; a value other than 0 leaves all unchanged.
     """
     wanted = tuple(any(form.axis == axis for form in forms) for axis in (2, 1))
     fmt = forms[0].format
     call = calls.shard_cast(
-        *(source, fmt, (wanted[0], wanted[1])), encode=encode is not None and fmt.delayed, skip=skip is not None
+        *(source, fmt, (wanted[0], wanted[1])), scale=scale is not None and fmt.delayed, skip=skip is not None
     )
     places = {2: QUANTIZED[:3], 1: QUANTIZED[3:]}
     buffers = {name: slot for form in forms for name, slot in zip(places[form.axis], form.slots, strict=True)}
-    named = {"amax": amaxes, "encode": encode if fmt.delayed else None, "skip": skip}
+    named = {"amax": amaxes, "scale": scale if fmt.delayed else None, "skip": skip}
     named |= {f"into_{name}": buffer for name, buffer in buffers.items()}
     run(call, arranged(call, source=Listed(source, table), **named))

@@ -1,4 +1,4 @@
-"""Checks, reads and writes the accumulators given as `wgrad_accum`, in their two forms (`jax_grouped.accumulate`)."""
+"""Checks, reads and writes the accumulators given as `wgrad_accum`, of both kinds (`jax_grouped.accumulate`)."""
 
 from __future__ import annotations
 

@@ -87,19 +87,19 @@ def there(
     axis: Axis,
     transport: str,
     factor: float | None,
-    once: bool = False,
+    once_per_rank: bool = False,
     codes: Format | None = None,
 ) -> tuple[Arrived, Way]:
     """Sends each token of x [T, H] to the ranks of its experts [T, k], of `count`, with its weights [T, k].
 
     Args:
-        once: whether a token is sent to a rank once, for all its experts there.
+        once_per_rank: whether a token is sent to a rank once, for all its experts there.
         codes: a format with scales per row that tokens are quantised in before they are sent; rows are then a
             `StraightThrough`. Its master is never read, so XLA does not send it; its gradient travels back.
     """
     (tokens, slots), ranks = experts.shape, size_of(axis)
     sizes = {"ranks": ranks, "experts": count, "tokens": tokens, "slots": slots}
-    op = exchange_option(function, **sizes, budget_factor=factor, once=once)
+    op = exchange_option(function, **sizes, budget_factor=factor, once_per_rank=once_per_rank)
     rows, sent = differentiable(_rows.permute, op, x, weights, experts)
     sends = recvs = None
     if transport == "ragged_all_to_all":

@@ -1,8 +1,8 @@
 """Weight gradients that the kernel adds to an accumulator, without a second buffer, in backward or deferred.
 
-An accumulator has one of two forms. A *sink* is an array: its cotangent is `accumulator + dW`, so `jax.grad` with
+There are two kinds of accumulators. A *sink* is an array: its cotangent is `accumulator + dW`, so `jax.grad` with
 respect to it returns the new accumulator. A *Ref* (`jax.Ref`, or one layer of a stack of them) is updated in place
-while backward runs. In both forms the weight's own cotangent is zero.
+while backward runs. With both kinds the weight's own cotangent is zero.
 
 Use a sink exactly once per step: if it is used twice, its cotangent is the sum of two accumulators; if it is not used,
 zero (but see `value_and_accumulate_grad`). Use Refs for tied weights and scans over layers.

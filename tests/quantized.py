@@ -76,8 +76,8 @@ def drawn(
     elif len(shape) == 2:
         sizes = segment_sizes(group_sizes, shape[0], format.segment)
         end = int(sizes.sum())
-        rows = values.T if format.turned else values
-        _poison(rows, slice(end, None)) if not format.turned else _poison(values, (slice(None), slice(end, None)))
+        rows = values.T if format.transposed else values
+        _poison(rows, slice(end, None)) if not format.transposed else _poison(values, (slice(None), slice(end, None)))
         if scales is not None:
             _poison(scales, slice(end // format.block, None))
         if format.rule != "nvfp4":
@@ -87,7 +87,7 @@ def drawn(
 
 def _fill(values: NDArray[Any], format: Format, group_sizes: NDArray[Any], rows: int) -> None:
     """Zeros between a group's last row and the end of its segment."""
-    padded = values.T if format.turned else values
+    padded = values.T if format.transposed else values
     sizes = np.diff(group_ends(group_sizes, rows), prepend=0)
     start = 0
     for size, taken in zip(sizes, segment_sizes(group_sizes, rows, format.segment), strict=True):

@@ -17,7 +17,7 @@ from torch_bridge._args import Arguments, Checked, check_buffers, check_gradient
 from torch_bridge._checks import NAMES
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import Owner, Route, WeightGradient, check_listed_once
-from torch_bridge._once import once_differentiable
+from torch_bridge._once_differentiable import once_differentiable
 from torch_bridge._record import Prepared, Rule
 from torch_bridge._scaling import Scaling, with_copied_scales
 from torch_bridge._tensors import Layouts, as_read, note_written, pack, unpack
@@ -30,7 +30,7 @@ Deliver = Callable[[int, WeightGradient], None]
 """A function (number of the product, gradient of its weight) -> None."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Facts:
     """What follows from checked arguments and from the gradients that are needed.
 
@@ -51,8 +51,7 @@ class Facts:
     backward: tuple[Prepared, ...]
 
 
-@dataclass(slots=True, eq=False)
-class Saved:
+class Saved(NamedTuple):
     """What forward hands to backward besides tensors. `layouts` describes the saved operands, and `rows` is M."""
 
     facts: Facts

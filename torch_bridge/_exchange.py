@@ -21,7 +21,7 @@ from grouped_core.formats import Format
 from torch_bridge import _codec, _routing, _symmetric
 from torch_bridge._compiling import is_compiling
 from torch_bridge._operators import call, define
-from torch_bridge._routing import Gradients, once, permute_backward, save
+from torch_bridge._routing import Gradients, differentiate_once, permute_backward, save
 from torch_bridge._symbols import MOST_SYMBOLS, settle_rows
 from torch_bridge.sizes import every_row
 
@@ -52,14 +52,19 @@ class SendFacts(NamedTuple):
     ranks: int
     experts: int
     slots: int
-    once: bool
+    once_per_rank: bool
     budget: int | None
     codes: Format | None = None
 
     def exchange(self, tokens: int) -> Exchange:
         """Returns the facts of the exchange for that number of tokens."""
         most = exchange.exchange_option(
-            "send", ranks=self.ranks, experts=self.experts, tokens=tokens, slots=self.slots, once=self.once
+            "send",
+            ranks=self.ranks,
+            experts=self.experts,
+            tokens=tokens,
+            slots=self.slots,
+            once_per_rank=self.once_per_rank,
         )
         return most if self.budget is None else replace(most, budget=self.budget)
 
@@ -113,9 +118,9 @@ def send(op: Exchange, x: Tensor, experts: Tensor, probs: Tensor, codes: Format 
     Args:
         codes: a format with scales per row, in which tokens are quantised before they are sent.
     """
-    facts = SendFacts(op.ranks, op.experts, op.slots, op.once, None, codes)
+    facts = SendFacts(op.ranks, op.experts, op.slots, op.once_per_rank, None, codes)
     if op.budget != facts.exchange(op.tokens).budget:
-        facts = SendFacts(op.ranks, op.experts, op.slots, op.once, op.budget, codes)
+        facts = SendFacts(op.ranks, op.experts, op.slots, op.once_per_rank, op.budget, codes)
     if is_compiling():
         return Sent(*_send_node(_codec.to_tuples(facts), x, experts, probs))
     return Sent(*_send(facts, x, experts, probs))
@@ -173,7 +178,7 @@ class _Send(torch.autograd.Function):
         """Returns the gradients of forward's arguments."""
         upstream = Sent(*grad_outputs)  # pyright: ignore[reportArgumentType]
         d_probs = None if upstream.probs is None else upstream.probs.reshape(-1)
-        return once("dispatch", ctx, (upstream.rows, d_probs), permute_backward)
+        return differentiate_once("dispatch", ctx, (upstream.rows, d_probs), permute_backward)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ class AllToAll:
         if factor is not None:  # rounding up cannot be expressed by a symbol of torch.compile
             tokens = _codec.constant(tokens)
         facts = {"ranks": self.process_group.size(), "experts": num_experts, "tokens": tokens, "slots": slots}
-        return exchange.exchange_option(FUNCTION, **facts, budget_factor=factor, once=self.once_per_rank)
+        return exchange.exchange_option(FUNCTION, **facts, budget_factor=factor, once_per_rank=self.once_per_rank)
 
     @property
     def _group(self) -> _exchange.Group:

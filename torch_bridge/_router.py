@@ -18,7 +18,7 @@ from grouped_core.ranks import check_rank
 from torch_bridge._checks import check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._operators import call, define
-from torch_bridge._routing import Gradients, once, save
+from torch_bridge._routing import Gradients, differentiate_once, save
 from torch_bridge._symbols import settle_rows
 from torch_bridge._tensors import dtype_name, fixed_spec, rows_spec
 from torch_bridge.sizes import every_row
@@ -123,7 +123,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         """Returns the gradients of forward's arguments, given that of the logits."""
-        return once("moe", ctx, grad_outputs, _backward)
+        return differentiate_once("moe", ctx, grad_outputs, _backward)
 
 
 def _backward(ctx: Any, d_logits: Tensor) -> Gradients:

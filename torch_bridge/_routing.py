@@ -17,7 +17,7 @@ from grouped_core.routing_calls import GroupLimit, Scores
 from grouped_core.routing_spec import Router, row_count
 from torch_bridge import _saved
 from torch_bridge._compiling import is_compiling
-from torch_bridge._once import once_differentiable
+from torch_bridge._once_differentiable import once_differentiable
 from torch_bridge._operators import call, define
 from torch_bridge._tensors import as_read, dtype_name
 
@@ -30,7 +30,9 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def once(name: str, ctx: Any, upstream: Sequence[Tensor | None], backward: Callable[..., Gradients]) -> Gradients:
+def differentiate_once(
+    name: str, ctx: Any, upstream: Sequence[Tensor | None], backward: Callable[..., Gradients]
+) -> Gradients:
     """Returns the gradients `backward(ctx, *upstream)`, which refuse to be differentiated; `name`: for messages."""
     upstream = [None if each is None else as_read(each) for each in upstream]
     if is_compiling() or not torch.is_grad_enabled():
@@ -226,7 +228,9 @@ class _Router(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         """Returns the gradients of forward's arguments; only the logits have one."""
         upstream = Routed(*grad_outputs)  # pyright: ignore[reportArgumentType]
-        return once("topk_router", ctx, (upstream.weights, upstream.aux_loss, upstream.z_loss), _router_backward)
+        return differentiate_once(
+            "topk_router", ctx, (upstream.weights, upstream.aux_loss, upstream.z_loss), _router_backward
+        )
 
 
 def _router_backward(
@@ -343,7 +347,7 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         """Returns the gradients of forward's arguments, given those of the rows and of their probabilities."""
         d_rows, _, _, _, _, *rest = grad_outputs
-        return once("permute", ctx, (d_rows, rest[0] if rest else None), permute_backward)
+        return differentiate_once("permute", ctx, (d_rows, rest[0] if rest else None), permute_backward)
 
 
 def permute_backward(ctx: Any, d_rows: Tensor | None, d_probs: Tensor | None) -> Gradients:
@@ -439,7 +443,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         """Returns the gradients of forward's arguments, given that of the result [T, H]."""
-        return once("unpermute", ctx, grad_outputs, _combine_backward)
+        return differentiate_once("unpermute", ctx, grad_outputs, _combine_backward)
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> Gradients:
@@ -520,7 +524,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         """Returns the gradients of forward's arguments."""
-        return once("pad_groups", ctx, grad_outputs, _gather_backward)
+        return differentiate_once("pad_groups", ctx, grad_outputs, _gather_backward)
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> Gradients:

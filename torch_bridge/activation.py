@@ -15,7 +15,7 @@ from grouped_core.activations import Activation, resolve
 from torch_bridge import _codec, _saved
 from torch_bridge._checks import check_operand, refuse_transforms
 from torch_bridge._compiling import is_compiling
-from torch_bridge._once import once_differentiable
+from torch_bridge._once_differentiable import once_differentiable
 from torch_bridge._operators import call, define
 from torch_bridge._symbols import settle_rows
 from torch_bridge._tensors import as_read, rows_spec

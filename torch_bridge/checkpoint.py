@@ -92,7 +92,7 @@ def load(
     prefix: str = "",
     shard: tuple[int, int] | None = None,
 ) -> _Tree:
-    """Loads a checkpoint into a module, or into the tensors of a tree, in place; both forms of parameters take it.
+    """Loads a checkpoint into a module, or into the tensors of a tree, in place; its parameters are packed or indexed.
 
     Everything is checked before the first tensor changes. Tensors are read one layer at a time. A warning lists those
     of the checkpoint that have no place in the model. A checkpoint without adapters leaves those of the model as they

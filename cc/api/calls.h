@@ -75,9 +75,9 @@ struct LowRank {
 //   (+ into[g] with accumulate); lhs is [M, A], rhs is [M, B], rhs_axis = 0. An empty group gives zero, and with
 //   accumulate is not written. lhs_half and rhs_half: 1, 2 read the first, second half of that operand's columns only.
 //   Quantised operands have rows padded to segments: with `segment` = S, group g starts at row S * sum of
-//   ceil(size / S) of the groups before it, of a fixed number P of rows; lhs is [P, A], rhs [P, B], or, with `turned`,
-//   [A, P] and [B, P]. A group's segment is contracted whole: behind its last row are zero codes, or the rest of a
-//   rotated block.
+//   ceil(size / S) of the groups before it, of a fixed number P of rows; lhs is [P, A], rhs [P, B], or, with
+//   `transposed`, [A, P] and [B, P]. A group's segment is contracted whole: behind its last row are zero codes, or the
+//   rest of a rotated block.
 // Neither a weight in two arrays nor halves of columns come beside quantised operands, or beside a low-rank product.
 // Shapes of block scales, C contracted, b the block: float32 [C/b, M] for lhs, [G, N/outer, C/b] for rhs; with segments
 //   [P/b, A] and [P/b, B]; of other types [M, C/b] for lhs, the same for the rest. Divisions round up.
@@ -109,7 +109,7 @@ struct GroupedMatmul {
   int64_t result_half = 0;      // 1, 2: with ragged rows, the half of the columns of the result that is made; 0: all
   std::string fp32_mode = "tf32x3";  // float32 operands on tensor cores: tf32x3, tf32; ieee elsewhere
   int64_t segment = 0;               // contract_rows: rows of a group are padded to a multiple of this; 0: they are not
-  int64_t turned = 0;                // 1: padded rows are the last axis of both operands
+  int64_t transposed = 0;            // 1: padded rows are the last axis of both operands
   int64_t rows = 0;                  // M, where segments hide it
 
   template <class Visitor>
@@ -141,7 +141,7 @@ struct GroupedMatmul {
     scales.visit_params(v);
     low.visit_params(v);
     v.param("segment", segment);
-    v.param("turned", turned);
+    v.param("transposed", transposed);
     v.param("rows", rows);
   }
 };
@@ -287,7 +287,7 @@ struct ActivationParams {
 };
 
 // The two forms of a source that is stored in a quantised format, each made if its `values` are asked for.
-struct StoredForms {
+struct QuantizedForms {
   TensorView values, scales, group_scales, cross_values, cross_scales, cross_group_scales;
 
   template <class Visitor>
@@ -302,7 +302,7 @@ struct StoredForms {
 };
 
 // The caller's buffers, each the memory of the form's array of that name.
-struct StoredBuffers {
+struct QuantizedBuffers {
   TensorView into_values, into_scales, into_group_scales, into_cross_values, into_cross_scales, into_cross_group_scales;
 
   template <class Visitor>
@@ -320,12 +320,13 @@ struct StoredBuffers {
 // arithmetic. Two forms of the source, rows [M, X] with group_sizes or weights [G, A, B], each made if its `values` are
 // asked for, from one pass:
 //   values, the last axis contracted:   [M, X] or [G, A, B]
-//   cross_values, the axis before it:   rows padded to segments, [P, X] or turned [X, P] (see GroupedMatmul); [G, B, A]
+//   cross_values, the axis before it:   [G, B, A], or rows padded to segments: [P, X], transposed [X, P] (see
+//                                       GroupedMatmul)
 // of E4M3, E5M2, or uint8 with two E2M1 codes per byte along the last axis, whose length is then halved, rounding up.
 // Block scales have the shapes that GroupedMatmul reads; group scales are float32 [G]. Blocks along rows start again
 // with each group. Rows past the groups and padding hold what quantising zeros gives.
-struct Storing : StoredForms {
-  TensorView encode;          // multipliers, given (delayed scaling) instead of found; 0: none yet
+struct Quantizing : QuantizedForms {
+  TensorView scale;           // scales, given (delayed scaling) instead of found; 0: none yet
   TensorView key;             // of stochastic rounding, low word first; absent: zero
   TensorView into_amax;       // [G] float32, the memory of `amax`: magnitudes that the maximum is merged with
   TensorView amax;            // largest magnitude of the group's values, merged with into_amax
@@ -333,10 +334,10 @@ struct Storing : StoredForms {
   int64_t block = 0;          // contracted elements that share a scale; 0: the whole group does
   int64_t block_outer = 1;    // elements of the other axis that share it too (square blocks); 1: none do
   int64_t segment = 0;        // of the cross form of rows
-  int64_t turned = 0;         // likewise
-  int64_t pow2 = 0;           // fp32 rule: multipliers are rounded down to powers of two
+  int64_t transposed = 0;     // likewise
+  int64_t pow2 = 0;           // fp32 rule: scales are rounded down to powers of two
   float eps = 0;              // fp32 rule: least amax
-  int64_t starts_at_one = 0;  // with encode: where that is 0 the multiplier is 1, instead of found as without encode
+  int64_t starts_at_one = 0;  // with scale: where that is 0 the scale is 1, instead of found as without `scale`
   int64_t stochastic = 0;     // E2M1 codes are rounded stochastically
   int64_t stream = 0;         // of random numbers: that of `values`, the next one is that of `cross_values`
   int64_t rotate = 0;         // cross form of rows: Hadamard transform of each block
@@ -347,7 +348,7 @@ struct Storing : StoredForms {
 
   template <class Visitor>
   void visit_inputs(Visitor&& v) {
-    v.optional("encode", encode, "[G] float32");
+    v.optional("scale", scale, "[G] float32");
     v.optional("key", key, "[2] uint32");
     v.optional("into_amax", into_amax, "as amax");
   }
@@ -362,7 +363,7 @@ struct Storing : StoredForms {
     v.param("block", block);
     v.param("block_outer", block_outer);
     v.param("segment", segment);
-    v.param("turned", turned);
+    v.param("transposed", transposed);
     v.param("pow2", pow2);
     v.param("eps", eps);
     v.param("starts_at_one", starts_at_one);
@@ -376,10 +377,10 @@ struct Storing : StoredForms {
 
 // What a call stores of the activated rows [M, F] beside its result: the cross form alone, which a weight gradient
 // reads, and no magnitudes.
-struct StoringActivated : Storing {
+struct QuantizingActivated : Quantizing {
   template <class Visitor>
   void visit_inputs(Visitor&& v) {
-    v.optional("activated_encode", encode, "[G] float32");
+    v.optional("activated_scale", scale, "[G] float32");
   }
   template <class Visitor>
   void visit_results(Visitor&& v) {
@@ -392,7 +393,7 @@ struct StoringActivated : Storing {
     v.param("activated_rule", rule);
     v.param("activated_block", block);
     v.param("activated_segment", segment);
-    v.param("activated_turned", turned);
+    v.param("activated_transposed", transposed);
     v.param("activated_pow2", pow2);
     v.param("activated_eps", eps);
     v.param("activated_starts_at_one", starts_at_one);
@@ -408,7 +409,7 @@ struct StoringActivated : Storing {
 // tail rows are zero with zero_tail, else undefined (on the CPU zero too). row_sum is zero there always.
 
 // hidden[r] = lhs[r] @ rhs[g(r)] + bias[g(r)], rounded to the dtype `compute` (empty: that of lhs);  result[r] = s(r) *
-// act(hidden[r]), rounded to the dtype `compute` where `stored` says how it is stored; then `result` is absent.
+// act(hidden[r]), rounded to the dtype `compute` where `quantized` says how it is quantised; then `result` is absent.
 struct GroupedMatmulAct {
   static constexpr const char* kName = "grouped_matmul_act";
   TensorView lhs;
@@ -421,7 +422,7 @@ struct GroupedMatmulAct {
   TensorView rhs_up;      // the linear halves; then rhs has the gates, [G, K, F] or [G, F, K], not interleaved
   OperandScales scales;
   LowRank low;
-  Storing stored;
+  Quantizing quantized;
   TensorView result;
   TensorView hidden;     // absent: not stored. Rounded to `compute` either way
   int64_t rhs_axis = 1;  // contracted axis of rhs: 1 or 2
@@ -445,10 +446,10 @@ struct GroupedMatmulAct {
     v.optional("rhs_up", rhs_up, "as rhs");
     scales.visit_inputs(v);
     low.visit_inputs(v);
-    stored.visit_inputs(v);
+    quantized.visit_inputs(v);
     v.optional_output("result", result, "[M, F] plain");
     v.optional_output("hidden", hidden, "[M, W] plain");
-    stored.visit_results(v);
+    quantized.visit_results(v);
     v.param("rhs_axis", rhs_axis);
     activation.visit(v);
     v.param("zero_tail", zero_tail);
@@ -459,7 +460,7 @@ struct GroupedMatmulAct {
     scales.visit_params(v);
     low.visit_params(v);
     v.param("compute", compute);
-    stored.visit_params(v);
+    quantized.visit_params(v);
   }
 };
 
@@ -467,8 +468,8 @@ struct GroupedMatmulAct {
 // is rounded to the dtype of hidden where it is stored):
 //   result[r] = s(r) * dz[r] * act'(hidden[r]), [M, W];  activated[r] = s(r) * act(hidden[r]), [M, F];
 //   row_sum[r] = row_base[r] + <dz[r], act(hidden[r])>, [M], one fp32 sum in a fixed order.
-// Any of the three results may be absent, but not all. `stored`: what quantised forms of `result` are wanted, beside it
-// or in its place; `stored_activated`, beside these: that of activated[r] rounded to the dtype of hidden.
+// Any of the three results may be absent, but not all. `quantized`: what quantised forms of `result` are wanted, beside
+// it or in its place; `quantized_activated`, beside these: that of activated[r] rounded to the dtype of hidden.
 struct GroupedMatmulDact {
   static constexpr const char* kName = "grouped_matmul_dact";
   TensorView lhs;
@@ -477,8 +478,8 @@ struct GroupedMatmulDact {
   TensorView rhs_table;  // addresses of one weight per group
   OperandScales scales;
   LowRank low;
-  Storing stored;
-  StoringActivated stored_activated;
+  Quantizing quantized;
+  QuantizingActivated quantized_activated;
   TensorView result, activated, row_sum;
   int64_t rhs_axis = 1;  // contracted axis of rhs: 1 or 2
   ActivationParams activation;
@@ -499,13 +500,13 @@ struct GroupedMatmulDact {
     v.optional("rhs_table", rhs_table, "[G] int64");
     scales.visit_inputs(v);
     low.visit_inputs(v);
-    stored.visit_inputs(v);
-    stored_activated.visit_inputs(v);
+    quantized.visit_inputs(v);
+    quantized_activated.visit_inputs(v);
     v.optional_output("result", result, "[M, W] plain");
     v.optional_output("activated", activated, "[M, F] plain");
     v.optional_output("row_sum", row_sum, "[M] float32");
-    stored.visit_results(v);
-    stored_activated.visit_results(v);
+    quantized.visit_results(v);
+    quantized_activated.visit_results(v);
     v.param("rhs_axis", rhs_axis);
     activation.visit(v);
     v.param("zero_tail", zero_tail);
@@ -515,8 +516,8 @@ struct GroupedMatmulDact {
     v.param("fp32_mode", fp32_mode);
     scales.visit_params(v);
     low.visit_params(v);
-    stored.visit_params(v);
-    stored_activated.visit_params(v);
+    quantized.visit_params(v);
+    quantized_activated.visit_params(v);
   }
 };
 
@@ -574,7 +575,7 @@ struct ActivationGrad {
 
 // Stores rows or weights in a quantised format. With `places` the rows are gathered: row r is that of place places[r]
 // of the source, whose rows have `slots` places each, or zeros if there is no such place.
-struct Quantize : Storing, StoredBuffers {
+struct Quantize : Quantizing, QuantizedBuffers {
   static constexpr const char* kName = "quantize";
   TensorView source;  // float32, bfloat16 or float16; data is null where source_table is present
   TensorView places;
@@ -605,8 +606,8 @@ struct Quantize : Storing, StoredBuffers {
   }
 };
 
-// The values of one stored form, in fp32 and rounded once to the dtype of `result`: rows [M, X] with group_sizes, else
-// weights [G, A, B]. `cross` says which form `values` are. Rows past the groups are zero.
+// The values of one quantised form, in fp32 and rounded once to the dtype of `result`: rows [M, X] with group_sizes,
+// else weights [G, A, B]. `cross` says which form `values` are. Rows past the groups are zero.
 struct Dequantize {
   static constexpr const char* kName = "dequantize";
   TensorView values;
@@ -617,7 +618,7 @@ struct Dequantize {
   int64_t block = 0;  // the next four as in Quantize
   int64_t block_outer = 1;
   int64_t segment = 0;
-  int64_t turned = 0;
+  int64_t transposed = 0;
 
   template <class Visitor>
   void visit(Visitor&& v) {
@@ -630,7 +631,7 @@ struct Dequantize {
     v.param("block", block);
     v.param("block_outer", block_outer);
     v.param("segment", segment);
-    v.param("turned", turned);
+    v.param("transposed", transposed);
   }
 };
 
@@ -664,11 +665,11 @@ struct ShardAmax {
 
 // Given amax of whole members: the codes of the elements of this shard, no others, and every scale. The bits are those
 // of Quantize.
-struct ShardCast : StoredForms, StoredBuffers {
+struct ShardCast : QuantizedForms, QuantizedBuffers {
   static constexpr const char* kName = "shard_cast";
   TensorView source;
   TensorView source_table, amax;
-  TensorView encode;          // multipliers of delayed scaling
+  TensorView scale;           // scales of delayed scaling
   TensorView skip;            // not zero leaves every result as it is
   std::string rule = "fp32";  // as in Quantize, with the next
   int64_t block = 0;
@@ -682,7 +683,7 @@ struct ShardCast : StoredForms, StoredBuffers {
     v.input("source", source, "[G, A, B] plain");
     v.input("source_table", source_table, "[3, G] int64");
     v.input("amax", amax, "[G, L] int32");
-    v.optional("encode", encode, "[G] float32");
+    v.optional("scale", scale, "[G] float32");
     v.optional("skip", skip, "[1] int32");
     visit_buffers(v);
     visit_forms(v);
@@ -699,7 +700,7 @@ struct ShardCast : StoredForms, StoredBuffers {
 inline Quantize whole_of(const ShardCast& call) {
   Quantize whole;
   whole.source = call.source;
-  whole.encode = call.encode;
+  whole.scale = call.scale;
   whole.skip = call.skip;
   whole.into_values = call.into_values;
   whole.into_scales = call.into_scales;
@@ -722,7 +723,7 @@ inline Quantize whole_of(const ShardCast& call) {
   return whole;
 }
 
-// Delayed scaling, once per step: multipliers from the history of amaxes (numerics 2.5), for R operand roles at once.
+// Delayed scaling, once per step: scales from the history of amaxes (numerics 2.5), for R operand roles at once.
 struct ScaleUpdate {
   static constexpr const char* kName = "scale_update";
   TensorView scale;           // multipliers

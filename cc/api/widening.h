@@ -22,7 +22,7 @@ struct Widening {
   DType result_type;  // bfloat16 or float32
   int64_t slices, lines, run;
   const int32_t* sizes;  // [slices]: one that is not positive leaves its slice alone; null: all are written
-  bool turned;           // the result's lines are the array's columns
+  bool transposed;       // the result's lines are the array's columns
 };
 
 // padded[g] = rows of group g, of `rows` in all, rounded up to whole segments; null: nothing.

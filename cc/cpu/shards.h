@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cc/cpu/parallel.h"
-#include "cc/cpu/stored.h"
+#include "cc/cpu/quantized.h"
 #include "cc/math/shards.h"
 
 namespace grouped {

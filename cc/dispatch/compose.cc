@@ -82,7 +82,7 @@ Parts<ActivationGrad> parts(const GroupedMatmulDact& call, void* workspace) {
 
 template <class Call>
 std::string refuses(const Call& call, const Target& target) {
-  if (call.stored.stores()) return "gives plain rows";
+  if (call.quantized.stores()) return "gives plain rows";
   const auto p = parts(call, nullptr);
   for (const GroupedMatmul& product : p.products) {
     const std::string reason = refusal(product, target);

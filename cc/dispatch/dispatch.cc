@@ -54,11 +54,11 @@ const TensorView* first_unaligned(std::initializer_list<const TensorView*> views
 }
 
 // Of what a quantiser writes: codes, and scales beside codes of four bits, which it writes eight at once.
-const TensorView* first_unaligned_of(const Storing& stored, int alignment) {
-  const TensorView* found = first_unaligned({&stored.values, &stored.cross_values}, alignment);
-  const DType type = (stored.values.present() ? stored.values : stored.cross_values).dtype;
+const TensorView* first_unaligned_of(const Quantizing& made, int alignment) {
+  const TensorView* found = first_unaligned({&made.values, &made.cross_values}, alignment);
+  const DType type = (made.values.present() ? made.values : made.cross_values).dtype;
   if (found != nullptr || type != DType::u8) return found;
-  return first_unaligned({&stored.scales, &stored.cross_scales}, alignment);
+  return first_unaligned({&made.scales, &made.cross_scales}, alignment);
 }
 
 template <class Call>
@@ -73,14 +73,14 @@ const TensorView* find_unaligned(const GroupedMatmulAct& call, int alignment) {
   const TensorView* found = first_unaligned(
       {&call.lhs, &call.rhs, &call.rhs_up, &call.result, &call.hidden, &call.low.low_lhs, &call.low.low_rhs},
       alignment);
-  return found != nullptr ? found : first_unaligned_of(call.stored, alignment);
+  return found != nullptr ? found : first_unaligned_of(call.quantized, alignment);
 }
 const TensorView* find_unaligned(const GroupedMatmulDact& call, int alignment) {
   const TensorView* found = first_unaligned(
       {&call.lhs, &call.rhs, &call.hidden, &call.result, &call.activated, &call.low.low_lhs, &call.low.low_rhs},
       alignment);
-  if (found == nullptr) found = first_unaligned_of(call.stored, alignment);
-  return found != nullptr ? found : first_unaligned_of(call.stored_activated, alignment);
+  if (found == nullptr) found = first_unaligned_of(call.quantized, alignment);
+  return found != nullptr ? found : first_unaligned_of(call.quantized_activated, alignment);
 }
 const TensorView* find_unaligned(const LowRankGrads& call, int alignment) {
   return first_unaligned({&call.rows, &call.factor, &call.low_rows, &call.rows_grad, &call.factor_grad}, alignment);

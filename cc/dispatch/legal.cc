@@ -58,7 +58,7 @@ constexpr struct {
     {"rhs_block", &kBlock},
     {"rhs_block_outer", &kOuter},
     {"segment", &kSegment},
-    {"turned", &kFlag},
+    {"transposed", &kFlag},
     {"rows", &kCount},
     {"zero_tail", &kFlag},
     {"interleave", &kCount},

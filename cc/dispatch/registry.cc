@@ -1,7 +1,7 @@
 // The tables, best first, one per platform. A kernel that is not listed here does not exist; nothing registers itself.
 #include "cc/dispatch/compose.h"
 #include "cc/dispatch/dispatch.h"
-#include "cc/dispatch/stored.h"
+#include "cc/dispatch/quantized.h"
 #include "cc/dispatch/widen.h"
 #include "cc/kernels/kernels.h"
 
@@ -100,11 +100,11 @@ Table<AddRows> table<AddRows>(Platform platform) {
 
 template <>
 Table<GroupedMatmulAct> table<GroupedMatmulAct>(Platform platform) {
-  static const Kernel<GroupedMatmulAct> cpu[] = {grouped_matmul_act_stored_cpu, grouped_matmul_act_composed_cpu};
+  static const Kernel<GroupedMatmulAct> cpu[] = {grouped_matmul_act_quantized_cpu, grouped_matmul_act_composed_cpu};
 #if GROUPED_WITH_CUDA
-  static const Kernel<GroupedMatmulAct> cuda[] = {grouped_matmul_act_bf16_sm90,    grouped_matmul_act_codes_sm90,
-                                                  grouped_matmul_act_widened_cuda, grouped_matmul_act_stored_fp8_cuda,
-                                                  grouped_matmul_act_stored_cuda,  grouped_matmul_act_composed_cuda};
+  static const Kernel<GroupedMatmulAct> cuda[] = {
+      grouped_matmul_act_bf16_sm90,          grouped_matmul_act_codes_sm90,     grouped_matmul_act_widened_cuda,
+      grouped_matmul_act_quantized_fp8_cuda, grouped_matmul_act_quantized_cuda, grouped_matmul_act_composed_cuda};
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif
   return rows_if(platform == Platform::cpu, cpu);
@@ -112,11 +112,11 @@ Table<GroupedMatmulAct> table<GroupedMatmulAct>(Platform platform) {
 
 template <>
 Table<GroupedMatmulDact> table<GroupedMatmulDact>(Platform platform) {
-  static const Kernel<GroupedMatmulDact> cpu[] = {grouped_matmul_dact_stored_cpu, grouped_matmul_dact_composed_cpu};
+  static const Kernel<GroupedMatmulDact> cpu[] = {grouped_matmul_dact_quantized_cpu, grouped_matmul_dact_composed_cpu};
 #if GROUPED_WITH_CUDA
   static const Kernel<GroupedMatmulDact> cuda[] = {
-      grouped_matmul_dact_bf16_sm90,       grouped_matmul_dact_codes_sm90,  grouped_matmul_dact_widened_cuda,
-      grouped_matmul_dact_stored_fp8_cuda, grouped_matmul_dact_stored_cuda, grouped_matmul_dact_composed_cuda};
+      grouped_matmul_dact_bf16_sm90,          grouped_matmul_dact_codes_sm90,     grouped_matmul_dact_widened_cuda,
+      grouped_matmul_dact_quantized_fp8_cuda, grouped_matmul_dact_quantized_cuda, grouped_matmul_dact_composed_cuda};
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif
   return rows_if(platform == Platform::cpu, cpu);

@@ -29,14 +29,14 @@ void block_scales(Check* check, const char* name, const TensorView& t, int64_t b
   check->shape(name, t, t.dtype == DType::f32 ? fp32 : narrow);
 }
 
-// Scales of a product with ragged rows: lhs [rows, depth], rhs [groups, columns, depth] as stored, or with `turns`
+// Scales of a product with ragged rows: lhs [rows, depth], rhs [groups, columns, depth] as stored, or with `transposes`
 // [groups, depth, columns].
 void row_product_scales(Check* check, const OperandScales& s, const TensorView& lhs, const TensorView& rhs,
-                        int64_t rhs_axis, int64_t groups, bool turns = false) {
+                        int64_t rhs_axis, int64_t groups, bool transposes = false) {
   const int64_t rows = lhs.dims[0];
   const int64_t lhs_depth = lhs.dims[1] * (lhs.dtype == DType::u8 ? 2 : 1);
   const int64_t rhs_depth = rhs.dims[2] * (rhs.dtype == DType::u8 ? 2 : 1);
-  check->require(turns || rhs_axis == 2 || (s.rhs_block == 0 && rhs.dtype != DType::u8),
+  check->require(transposes || rhs_axis == 2 || (s.rhs_block == 0 && rhs.dtype != DType::u8),
                  [] { return "rhs_axis: expected 2, quantised weights have their contracted axis last here"; });
   const int64_t lb = std::max<int64_t>(s.lhs_block, 1), rb = std::max<int64_t>(s.rhs_block, 1);
   // A packed last byte may hold one code, so a packed length is known but for one.
@@ -75,7 +75,7 @@ int64_t hidden_width(Check* check, const ActivationParams& activation, int64_t w
 }
 
 bool wants_gradients(const ActivationGrad& call) { return call.result.present(); }
-bool wants_gradients(const GroupedMatmulDact& call) { return call.result.present() || call.stored.stores(); }
+bool wants_gradients(const GroupedMatmulDact& call) { return call.result.present() || call.quantized.stores(); }
 
 // What the gradients at the hidden rows have in common, with or without the product in front; F = width.
 template <class Call>
@@ -145,9 +145,10 @@ void contraction(Check* check, const GroupedMatmul& call) {
   check->absent("bias_table", call.bias_table);
   check->absent("rhs_up", call.rhs_up);
   check->absent("low_lhs", call.low.low_lhs);
-  check->require(call.turned == 0 || call.segment > 0, [] { return "turned: expected 0, or 1 beside segments"; });
-  check->require(call.turned == 0 || (call.lhs.dtype != DType::u8 && call.rhs.dtype != DType::u8),
-                 [] { return "turned: expected 0, codes of four bits stay in place"; });
+  check->require(call.transposed == 0 || call.segment > 0,
+                 [] { return "transposed: expected 0, or 1 beside segments"; });
+  check->require(call.transposed == 0 || (call.lhs.dtype != DType::u8 && call.rhs.dtype != DType::u8),
+                 [] { return "transposed: expected 0, codes of four bits stay in place"; });
   check->require(call.result_half == 0, [] { return "result_half: expected 0 in a contraction over rows"; });
   check->require((call.lhs_half == 0 && call.rhs_half == 0) || (call.segment == 0 && !has_codes(call)),
                  [] { return "lhs_half, rhs_half: expected 0 beside quantised operands; pass one array"; });
@@ -155,7 +156,7 @@ void contraction(Check* check, const GroupedMatmul& call) {
   const int64_t lhs_width = call.result.dims[1], rhs_width = call.result.dims[2];
   const int64_t padded =
       call.segment ? padded_rows(call.rows, call.group_sizes.dims[0], call.segment) : call.lhs.dims[0];
-  if (call.turned) {
+  if (call.transposed) {
     check->shape("lhs", call.lhs, {lhs_width, padded});
     check->shape("rhs", call.rhs, {rhs_width, padded});
   } else {
@@ -172,7 +173,8 @@ void own_rules(Check* check, const GroupedMatmul& call) {
   check->require(!call.accumulate || call.into.present(), [] { return "accumulate: expected `into` beside it"; });
   if (call.contract_rows) return contraction(check, call);
   check->absent("into_table", call.into_table);
-  check->require(call.segment == 0 && call.turned == 0, [] { return "segment, turned: expected 0 beside rows"; });
+  check->require(call.segment == 0 && call.transposed == 0,
+                 [] { return "segment, transposed: expected 0 beside rows"; });
   check->require(call.lhs_half == 0 && call.rhs_half == 0,
                  [] { return "lhs_half, rhs_half: expected 0 beside ragged rows"; });
   check->require(call.result_half == 0 || !has_codes(call),
@@ -213,8 +215,8 @@ void own_rules(Check* check, const AddRows& call) {
 
 namespace {
 
-// One stored form of `source`; what the two forms differ in is their shapes.
-struct StoredForm {
+// One quantised form of `source`; what the two forms differ in is their shapes.
+struct QuantizedForm {
   const char* name;
   const TensorView& values;
   const TensorView& scales;
@@ -223,8 +225,8 @@ struct StoredForm {
 
 // Shapes of the form of rows [M, X] or weights [G, A, B] that contracts the last axis (`cross` 0) or the one before.
 template <class Call>
-void stored_form(Check* check, const Call& call, const StoredForm& form, const TensorView& source, bool ragged,
-                 bool cross, int64_t groups) {
+void quantized_form(Check* check, const Call& call, const QuantizedForm& form, const TensorView& source, bool ragged,
+                    bool cross, int64_t groups) {
   if (!form.values.present()) {
     check->require(!form.scales.present() && !form.group_scales.present(),
                    [&] { return std::string(form.name) + ": absent, expected codes beside their scales"; });
@@ -253,9 +255,9 @@ void stored_form(Check* check, const Call& call, const StoredForm& form, const T
                    [] { return "segment: expected a multiple of block"; });
     if (!check->wrong.empty()) return;
     const int64_t padded = padded_rows(source.dims[0], groups, call.segment), width = source.dims[1];
-    if (call.turned) {
+    if (call.transposed) {
       check->shape(form.name, form.values, {width, padded});
-      check->require(type != DType::u8, [] { return "turned: expected 0, codes of four bits stay in place"; });
+      check->require(type != DType::u8, [] { return "transposed: expected 0, codes of four bits stay in place"; });
     } else {
       check->shape(form.name, form.values, {padded, row_bytes(type, width)});
     }
@@ -264,7 +266,7 @@ void stored_form(Check* check, const Call& call, const StoredForm& form, const T
 }
 
 // What the rule, its blocks and its options ask of each other, and of the element types; of magnitudes alone too.
-void store_format(Check* check, const Storing& call, bool ragged) {
+void store_format(Check* check, const Quantizing& call, bool ragged) {
   const bool fp32 = call.rule == "fp32", nvfp4 = call.rule == "nvfp4";
   const DType type = (call.values.present() ? call.values : call.cross_values).dtype;
   const DType scale = fp32 ? DType::f32 : nvfp4 ? DType::e4m3fn : DType::e8m0;
@@ -278,8 +280,8 @@ void store_format(Check* check, const Storing& call, bool ragged) {
   check->require(!call.stores() || (type == DType::u8 ? !fp32 : !nvfp4), [&] {
     return std::string("values of ") + dtype_name(type) + ", expected another type for rule " + call.rule;
   });
-  check->require(!call.encode.present() || (fp32 && call.block == 0),
-                 [] { return "encode: expected only with one fp32 scale per group"; });
+  check->require(!call.scale.present() || (fp32 && call.block == 0),
+                 [] { return "scale: expected only with one fp32 scale per group"; });
   check->require(!call.stochastic || !call.stores() || type == DType::u8,
                  [] { return "stochastic: expected only for uint8 values"; });
   check->require(!call.rotate || (nvfp4 && ragged), [] { return "rotate: expected only for rows and nvfp4"; });
@@ -290,7 +292,7 @@ void store_format(Check* check, const Storing& call, bool ragged) {
 }
 
 // A call that stores nothing in a quantised format: whatever belongs to it would be left as it is.
-struct Unstored {
+struct Unquantized {
   Check* check;
 
   void optional(const char* name, const TensorView& t, const char*) {
@@ -299,18 +301,18 @@ struct Unstored {
   void optional_output(const char* name, const TensorView& t, const char* words) { optional(name, t, words); }
 };
 
-template <class Stored>
-void nothing_stored(Check* check, Stored stored) {
-  stored.visit_inputs(Unstored{check});
-  stored.visit_results(Unstored{check});
+template <class Quantized>
+void nothing_quantized(Check* check, Quantized quantized) {
+  quantized.visit_inputs(Unquantized{check});
+  quantized.visit_results(Unquantized{check});
 }
 
 // All that a call stores of `source`, and what it stores it with.
-void storing(Check* check, const Storing& call, const TensorView& source, bool ragged, int64_t groups) {
+void quantizing(Check* check, const Quantizing& call, const TensorView& source, bool ragged, int64_t groups) {
   if (!check->wrong.empty()) return;
-  stored_form(check, call, {"values", call.values, call.scales, call.group_scales}, source, ragged, false, groups);
-  stored_form(check, call, {"cross_values", call.cross_values, call.cross_scales, call.cross_group_scales}, source,
-              ragged, true, groups);
+  quantized_form(check, call, {"values", call.values, call.scales, call.group_scales}, source, ragged, false, groups);
+  quantized_form(check, call, {"cross_values", call.cross_values, call.cross_scales, call.cross_group_scales}, source,
+                 ragged, true, groups);
   store_format(check, call, ragged);
 }
 
@@ -324,7 +326,7 @@ void own_rules(Check* check, const GroupedMatmulAct& call) {
   check->require(!call.rhs_up.present() || (gated && call.activation.interleave == 0),
                  [] { return "activation: expected a gated kind without interleave beside `rhs_up`"; });
   const bool plain = call.result.present();
-  check->require(plain != call.stored.stores(), [] { return "result: expected it, or values in its place"; });
+  check->require(plain != call.quantized.stores(), [] { return "result: expected it, or values in its place"; });
   const int64_t rows = call.lhs.dims[0], width = gated ? wide / 2 : wide;
   const int64_t expected = hidden_width(check, call.activation, width);
   check->require(expected == wide, [&] {
@@ -334,9 +336,9 @@ void own_rules(Check* check, const GroupedMatmulAct& call) {
   check->shape_if_given("hidden", call.hidden, {rows, wide});
   check->shape_if_given("bias", call.bias, {groups, wide});
   if (plain) {
-    nothing_stored(check, call.stored);
+    nothing_quantized(check, call.quantized);
   } else {
-    storing(check, call.stored, matrix_of(compute_type(call), rows, width), true, groups);
+    quantizing(check, call.quantized, matrix_of(compute_type(call), rows, width), true, groups);
   }
   check->require(!call.hidden.present() || call.hidden.dtype == compute_type(call),
                  [&] { return Check::named("hidden", call.hidden) + ", expected the type of `compute`"; });
@@ -354,19 +356,19 @@ void own_rules(Check* check, const GroupedMatmulDact& call) {
   const int64_t wanted = product_columns(call);
   const int64_t width = packs_columns(call) && row_bytes(DType::u8, wanted) == made ? wanted : made;
   hidden_grads(check, call, call.hidden, call.lhs.dims[0], width);
-  if (call.stored.stores()) {
-    storing(check, call.stored, call.hidden, true, groups);
+  if (call.quantized.stores()) {
+    quantizing(check, call.quantized, call.hidden, true, groups);
   } else {
-    nothing_stored(check, call.stored);
+    nothing_quantized(check, call.quantized);
   }
-  const StoringActivated& z = call.stored_activated;
+  const QuantizingActivated& z = call.quantized_activated;
   if (z.stores()) {
     check->dtype("activated", call.activated, call.hidden.dtype);  // what is stored is rounded to it
-    check->require(call.stored.stores(),
+    check->require(call.quantized.stores(),
                    [] { return "activated_values: expected values of the gradients beside them"; });
-    storing(check, z, matrix_of(call.hidden.dtype, call.lhs.dims[0], width), true, groups);
+    quantizing(check, z, matrix_of(call.hidden.dtype, call.lhs.dims[0], width), true, groups);
   } else {
-    nothing_stored(check, z);
+    nothing_quantized(check, z);
   }
   row_product_scales(check, call.scales, call.lhs, call.rhs, call.rhs_axis, groups, true);
   low_rank(check, call, width);
@@ -421,7 +423,7 @@ void own_rules(Check* check, const Quantize& call) {
   check->require(!call.places.present() || (ragged && call.source.dims[0] <= INT32_MAX / call.slots),
                  [] { return "places: expected beside group_sizes, for fewer than 2^31 rows of source times slots"; });
   if (!check->wrong.empty()) return;
-  storing(check, call, call.rows(), ragged, groups);
+  quantizing(check, call, call.rows(), ragged, groups);
   reused_if_skipped(check, call);
   check->require(!call.source_table.present() || !ragged, [] { return "source_table: expected for weights only"; });
 }
@@ -431,8 +433,8 @@ void own_rules(Check* check, const Dequantize& call) {
   check->require(call.block_outer == 1 || (call.block_outer == call.block && !call.group_sizes.present()),
                  [] { return "block_outer: expected 1, or for weights that of square blocks"; });
   if (!check->wrong.empty()) return;
-  stored_form(check, call, {"values", call.values, call.scales, call.group_scales}, call.result,
-              call.group_sizes.present(), call.cross != 0, groups);
+  quantized_form(check, call, {"values", call.values, call.scales, call.group_scales}, call.result,
+                 call.group_sizes.present(), call.cross != 0, groups);
 }
 
 namespace {

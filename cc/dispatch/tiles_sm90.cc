@@ -81,12 +81,12 @@ int64_t tall_tiles_sm90(int64_t rows, int64_t cols, int tile_cols) {
 
 SumCut cut_sums_sm90(int64_t groups, int64_t rows, int64_t cols, int tile_cols) {
   const int64_t straight = half_tiles(rows, cols, tile_cols), other = half_tiles(cols, rows, tile_cols);
-  const bool turned = other < straight || (other == straight && cols > rows);
-  const int64_t tiles = groups * (turned ? tall_tiles_sm90(cols, rows, tile_cols)  //
-                                         : tall_tiles_sm90(rows, cols, tile_cols));
+  const bool transposed = other < straight || (other == straight && cols > rows);
+  const int64_t tiles = groups * (transposed ? tall_tiles_sm90(cols, rows, tile_cols)  //
+                                             : tall_tiles_sm90(rows, cols, tile_cols));
   const int64_t rounds = 2 * tiles <= kMultiprocessors ? 1 : 2, parts = rounds * kMultiprocessors / tiles;
   if (parts <= rounds) return {1, false};
-  return {int(parts), turned};
+  return {int(parts), transposed};
 }
 
 }  // namespace grouped

@@ -70,8 +70,8 @@ int64_t tall_tiles_sm90(int64_t rows, int64_t cols, int tile_cols);
 // How their sums are cut where tiles are few: into parts that keep at least two thirds of the chip busy, in one round
 // or in two. Both layouts of a gradient have the same parts, and the same tiles.
 struct SumCut {
-  int parts;    // 1: sums are whole
-  bool turned;  // the tiles are those of the other layout
+  int parts;        // 1: sums are whole
+  bool transposed;  // the tiles are those of the other layout
 };
 SumCut cut_sums_sm90(int64_t groups, int64_t rows, int64_t cols, int tile_cols);
 

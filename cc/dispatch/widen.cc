@@ -116,11 +116,11 @@ void widen_contracted(Plan<GroupedMatmul>* plan, const GroupedMatmul& call, DTyp
   const Side sides[] = {{call.lhs, s.lhs_scales, s.lhs_block, call.result.dims[1], &plan->inner.lhs},
                         {call.rhs, s.rhs_scales, s.rhs_block, call.result.dims[2], &plan->inner.rhs}};
   for (const Side& side : sides) {
-    if (side.view.dtype == type && !side.block && !call.turned) continue;
+    if (side.view.dtype == type && !side.block && !call.transposed) continue;
     Widening w = widening_of(side.view, side.scales, side.block);
-    w.turned = call.turned != 0;
-    const int64_t padded = side.view.dims[call.turned ? 1 : 0];
-    if (w.turned) {
+    w.transposed = call.transposed != 0;
+    const int64_t padded = side.view.dims[call.transposed ? 1 : 0];
+    if (w.transposed) {
       std::swap(w.line_stride, w.run_stride);
     } else {
       w.run = side.width;
@@ -134,7 +134,7 @@ void widen_contracted(Plan<GroupedMatmul>* plan, const GroupedMatmul& call, DTyp
     plan->inner.group_sizes = scratch(workspace, &plan->used, DType::i32, {call.group_sizes.dims[0]});
     plan->padding = {call.group_sizes.as<const int32_t>(), call.group_sizes.dims[0], call.rows, call.segment,
                      plan->inner.group_sizes.as<int32_t>()};
-    plan->inner.segment = plan->inner.turned = plan->inner.rows = 0;
+    plan->inner.segment = plan->inner.transposed = plan->inner.rows = 0;
   }
 }
 
@@ -175,7 +175,7 @@ std::string refuses(const Call& call, const Target& target) {
     }
   }
   if constexpr (!std::is_same_v<Call, GroupedMatmul>) {
-    if (call.stored.stores()) return "gives plain rows";
+    if (call.quantized.stores()) return "gives plain rows";
   }
   if (!std::is_same_v<Call, GroupedMatmul> || call.low.present()) {
     // Then a row behind, which leaves the weights as they are, reads fewer bytes.

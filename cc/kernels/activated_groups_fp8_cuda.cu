@@ -11,7 +11,8 @@
 //        --> columns: 16 KiB of shared memory for each half, and for act(h) where it is wanted beside gradients
 //        beside, where wanted: amaxes, act(h) and the plain gradients to memory, <dz, act(h)> over 16 lanes to a
 //        partial sum of the row and column tile
-//   once per tile, where columns are wanted: 4 x 4 bytes turned in registers --> 16 rows per thread, lines of 128 bytes
+//   once per tile, where columns are wanted: 4 x 4 bytes transposed in registers --> 16 rows per thread, lines of
+//        128 bytes
 //
 // Two barriers per tile. Gradients: 128 registers, at most 109 KiB, two blocks per SM of Hopper; forward 80, 61 KiB,
 // three. Current scaling runs the same rows twice, of which only amaxes remain the first time; under delayed scaling
@@ -54,7 +55,7 @@ struct Codes {
 static_assert(16 % kVector == 0, "rows of a thread are one run of places");
 
 // How many of these a tile has.
-__host__ __device__ inline int turned_of(const ActivatedProblem& p) {
+__host__ __device__ inline int transposed_of(const ActivatedProblem& p) {
   return p.store.forms[1].values ? halves_of(p) + (has_activated(p) ? 1 : 0) : 0;
 }
 
@@ -102,7 +103,7 @@ __device__ inline uint32_t larger(uint32_t found, const uint4& bits) {
 }
 
 __device__ inline float factor_of(const StoreProblem& p, int group) {
-  return group_scale_of(p.scan, p.rule, true, p.encode, false, group).encode;
+  return group_scale_of(p.scan, p.rule, true, p.scale, false, group).scale;
 }
 
 // Largest magnitudes, 16 bits.
@@ -110,11 +111,11 @@ struct Largest {
   uint32_t result, activated;
 };
 
-// Rows of a tile, while the first of `next` are asked for: amaxes alone, or codes too, in `turned` those of each half
-// of the result and of act(h).
+// Rows of a tile, while the first of `next` are asked for: amaxes alone, or codes too, in `transposed` those of each
+// half of the result and of act(h).
 template <bool kGrad, bool kStore>
 __device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, const StoreTile& tile,
-                                                 const StoreTile& next, bool loads, Ring* ring, Codes* turned) {
+                                                 const StoreTile& next, bool loads, Ring* ring, Codes* transposed) {
   const Tile at;
   const bool by_rows = kStore && p.store.forms[0].values != nullptr;
   const bool by_columns = kStore && p.store.forms[1].values != nullptr, sees = !kStore || p.store.measure;
@@ -129,7 +130,7 @@ __device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, cons
   if (kStore) factor = factor_of(p.store, tile.group);
   if (stores_activated) activated_factor = factor_of(p.store_activated, tile.group);
   uint8_t* codes = p.store.forms[0].values + source * p.store.forms[0].pitch + first;
-  uint2* const first_place = turned->place(at.row, at.column);
+  uint2* const first_place = transposed->place(at.row, at.column);
   Sources ahead(p, tile, true);
   ahead.hidden += kAhead * pitch, ahead.grad += kAhead * width;
   uint32_t largest = 0, largest_activated = 0;
@@ -202,7 +203,7 @@ __device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, cons
   return {both(largest), both(largest_activated)};
 }
 
-// Turned codes of a tile to lines of `rows` bytes, a multiple of 16.
+// Transposed codes of a tile to lines of `rows` bytes, a multiple of 16.
 __device__ inline void put_lines(const StoreProblem& p, const StoreTile& tile, const Codes& codes, int rows) {
   const int chunk = threadIdx.x % 8, word = threadIdx.x / 8;  // 16 rows, 4 columns
   uint32_t lines[4][4];
@@ -266,8 +267,8 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
   extern __shared__ uint4 dynamic_shared[];
   const bool stores_activated = kGrad && kStore && has_activated(p);
   Ring* ring = reinterpret_cast<Ring*>(dynamic_shared);
-  Codes* turned = reinterpret_cast<Codes*>(ring + operands_of(p));
-  Shared* s = reinterpret_cast<Shared*>(turned + (kStore ? turned_of(p) : 0));
+  Codes* transposed = reinterpret_cast<Codes*>(ring + operands_of(p));
+  Shared* s = reinterpret_cast<Shared*>(transposed + (kStore ? transposed_of(p) : 0));
   if constexpr (kStore) {
     if (p.store.starting && must_start(p.store)) start_groups<kGrad>(p, column_tiles, ring, s);
   }
@@ -298,7 +299,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
       turns.meet();
       continue;
     }
-    const Largest largest = activate_rows<kGrad, kStore>(p, tile, next, loads, ring, turned);
+    const Largest largest = activate_rows<kGrad, kStore>(p, tile, next, loads, ring, transposed);
     turns.meet();
     if (!kStore || p.store.measure) turns.see(amax_of<DType::bf16>(largest.result), tile.group);
     if (kGrad && !kStore && p.activated_amax) turns.see_other(amax_of<DType::bf16>(largest.activated));
@@ -307,9 +308,9 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
     StoreTile part = result_tile(p, tile);
 #pragma unroll 1
     for (int half = 0; half < halves_of(p); ++half, part.column += p.hidden.block) {
-      put_lines(p.store, part, turned[half], rows);
+      put_lines(p.store, part, transposed[half], rows);
     }
-    if (stores_activated) put_lines(p.store_activated, tile, turned[halves_of(p)], rows);
+    if (stores_activated) put_lines(p.store_activated, tile, transposed[halves_of(p)], rows);
     __syncthreads();  // before the next tile's codes
   }
   wait_all_copies();
@@ -318,12 +319,13 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
 
 template <bool kGrad, bool kStore>
 void run(const ActivatedStore& call, const ActivatedProblem& p, const LaunchOptions& how) {
-  constexpr int kOperands = kGrad ? 3 : 2, kTurned = !kStore ? 0 : kGrad ? 3 : 1;
-  static_assert(kOperands * sizeof(Ring) + kTurned * sizeof(Codes) ==
-                units_with_group_scales(kOperands, kTurned) * kActivatedUnit);
+  constexpr int kOperands = kGrad ? 3 : 2, kTransposed = !kStore ? 0 : kGrad ? 3 : 1;
+  static_assert(kOperands * sizeof(Ring) + kTransposed * sizeof(Codes) ==
+                units_with_group_scales(kOperands, kTransposed) * kActivatedUnit);
   run_activated<store_activated_groups<kGrad, kStore>>(
-      call, p, kBlocks<kGrad>, kOperands * sizeof(Ring) + kTurned * sizeof(Codes) + sizeof(Shared),
-      static_cast<int>(operands_of(p) * sizeof(Ring) + (kStore ? turned_of(p) : 0) * sizeof(Codes) + sizeof(Shared)),
+      call, p, kBlocks<kGrad>, kOperands * sizeof(Ring) + kTransposed * sizeof(Codes) + sizeof(Shared),
+      static_cast<int>(operands_of(p) * sizeof(Ring) + (kStore ? transposed_of(p) : 0) * sizeof(Codes) +
+                       sizeof(Shared)),
       how);
 }
 

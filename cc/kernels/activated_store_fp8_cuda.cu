@@ -9,8 +9,8 @@
 //   once per tile, a row at a time: act(h), or both halves of dz * act'(h), * row scale, rounded --> over the gate and
 //        the linear half; beside, where wanted: act(h) and the plain gradients to memory, <dz, act(h)> over 16 lanes
 //        to a partial sum of the row and column tile
-//   for act(h), where its turned codes are wanted beside gradients, and each half of the result: 32 registers --> rows
-//        and columns as in quantize_fp8_cuda.cu; turned codes take the slots of what has been read
+//   for act(h), where its transposed codes are wanted beside gradients, and each half of the result: 32 registers
+//        --> rows and columns as in quantize_fp8_cuda.cu; transposed codes take the slots of what has been read
 //
 // Two blocks per SM of Hopper (128 registers, at most 109 KiB); row sums are added by a launch behind. Bound by memory:
 // gradients read 6 bytes per activated column and write 2 to 5.
@@ -36,8 +36,8 @@ using ColumnScratch = device::ColumnScratch<DType::bf16>;
 using Slots = uint4[kVector][kStoreThreads];
 using Tile = Shape<false>;
 
-// Arrays of slots: one per operand. Forward keeps the first, gradients as many as there are halves; turned codes take
-// the place of the last, or of one more where all are kept.
+// Arrays of slots: one per operand. Forward keeps the first, gradients as many as there are halves; transposed codes
+// take the place of the last, or of one more where all are kept.
 __host__ __device__ inline int slots_of(const Problem& p) { return slots_for(operands_of(p)); }
 __host__ __device__ inline int scratch_of(const Problem& p) { return slots_of(p) - 1; }
 
@@ -127,7 +127,7 @@ __device__ inline void store_half(const StoreProblem& p, bool measure, const Sto
   float factors[kVector];
   if constexpr ((kForms & kRows) != 0) {
     row_factors<DType::bf16, kStoreColumns, Tile>(p, tile, raw, factors);
-    const StoredForm& form = p.forms[0];
+    const QuantizedForm& form = p.forms[0];
     with_type(p.type, [&](auto type) {
       put_rows<decltype(type), DType::bf16, Tile>(tile, raw, form.values + tile.source * form.pitch + tile.column,
                                                   form.pitch, tile.rows, [&](int i, int) { return factors[i]; });
@@ -139,7 +139,7 @@ __device__ inline void store_half(const StoreProblem& p, bool measure, const Sto
     const int count = p.segment ? (tile.rows + p.segment - 1) / p.segment * p.segment : tile.rows;
     column_factors<DType::bf16, kStoreRows>(p, tile, raw, count, scratch, factors);
     with_type(p.type,
-              [&](auto type) { put_turned<decltype(type), DType::bf16>(p, tile, raw, factors, count, scratch); });
+              [&](auto type) { put_transposed<decltype(type), DType::bf16>(p, tile, raw, factors, count, scratch); });
   }
 }
 
@@ -255,7 +255,8 @@ std::string refuses_activated_store(const ActivatedStore& call, const Target& ta
   if (call.grad.present() && is_gated(kind) && store.block && store.values.present() && width % kStoreColumns != 0) {
     return "takes halves of whole blocks: F = " + std::to_string(width) + " is no multiple of 128";
   }
-  if (cross.present() && (!store.turned || store.segment % 16 != 0)) return "turns rows in segments of 16 or more";
+  if (cross.present() && (!store.transposed || store.segment % 16 != 0))
+    return "transposes rows in segments of 16 or more";
   if (const int bytes = block_bytes(call, is_gated(kind)); has_small_blocks(target) && bytes > kSmallBlock) {
     return "needs " + std::to_string(bytes) + " bytes of shared memory per block, which has " +
            std::to_string(kSmallBlock) + " on " + arch_name(target.sm);
@@ -274,10 +275,10 @@ bool stores_activated(const ActivatedStore& call) {
   const Quantize &store = call.store, &z = call.store_activated;
   if (finds_activated(call)) {
     if (!finds_group_scales(store) || z.amax.present()) return false;
-    if (store.encode.present() && !z.encode.present()) return false;
+    if (store.scale.present() && !z.scale.present()) return false;
   }
   // Its padded rows are those of the gradients.
-  return is_fp8(z.cross_values.dtype) && z.rule == "fp32" && z.turned && store.cross_values.present() &&
+  return is_fp8(z.cross_values.dtype) && z.rule == "fp32" && z.transposed && store.cross_values.present() &&
          z.segment == store.segment && z.block == store.block;
 }
 
@@ -302,7 +303,7 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
     problem.store.width = width;
     if (finds_activated(call)) {
       problem.activated_amax = p.scan.rotated;  // nothing is rotated here
-      problem.store.encode_other = data_of<const float>(call.store_activated.encode);
+      problem.store.scale_other = data_of<const float>(call.store_activated.scale);
     }
     return problem;
   };

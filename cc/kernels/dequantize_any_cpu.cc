@@ -1,7 +1,7 @@
-// Values of a stored form. A task takes a band of rows of one group and works through tiles of it.
+// Values of a quantised form. A task takes a band of rows of one group and works through tiles of it.
 #include "cc/cpu/formats.h"
 #include "cc/cpu/panel.h"
-#include "cc/cpu/stored.h"
+#include "cc/cpu/quantized.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/store.h"
 
@@ -19,7 +19,7 @@ struct Job {
   const Dequantize& call;
   const Isa& isa;
   const bool ragged = call.group_sizes.present();
-  const StoredGroups groups{call.result, call.group_sizes, call.cross ? call.segment : 0};
+  const QuantizedGroups groups{call.result, call.group_sizes, call.cross ? call.segment : 0};
   const int64_t width = call.result.dims[call.result.rank - 1];
   const int64_t block = std::max<int64_t>(call.block, 1);
   const int64_t outer = call.block_outer;
@@ -27,16 +27,16 @@ struct Job {
   const int64_t pitch = call.values.dims[call.values.rank - 1];  // bytes
   const ScalePlace place =
       ScalePlace::of(call.scales, ragged, call.cross != 0,
-                     padded ? call.values.dims[call.turned ? 1 : 0] / block
+                     padded ? call.values.dims[call.transposed ? 1 : 0] / block
                             : divide_up(call.result.dims[ragged ? 0 : 1], call.cross ? block : outer),
                      call.cross ? divide_up(width, outer) : divide_up(width, block));
 
   // Codes of a tile, a row of it after the other.
   void load(const Band& band, int64_t column, int64_t columns, Scratch* s) const {
     const uint8_t* from = call.values.as<const uint8_t>();
-    const StoredGroup& group = groups[band.group];
+    const QuantizedGroup& group = groups[band.group];
     const DType type = call.values.dtype;
-    if (!call.cross || (padded && !call.turned)) {
+    if (!call.cross || (padded && !call.transposed)) {
       const int64_t first = padded ? group.segment : group.begin;
       for (int64_t r = 0; r < band.valid; ++r) {
         take_codes(type, from + (first + band.row + r) * pitch, column, columns, s->codes + r * kTileColumns);
@@ -59,7 +59,7 @@ struct Job {
 
   // Block scales of `columns` values of a row.
   void load_factors(const Band& band, int64_t r, int64_t column, int64_t columns, Scratch* s) const {
-    const StoredGroup& group = groups[band.group];
+    const QuantizedGroup& group = groups[band.group];
     const int64_t row = band.row + r + (padded ? group.segment : ragged ? group.begin : 0);
     for (int64_t c = 0; c < columns;) {
       const int64_t step = call.cross ? outer : block, at = (column + c) / step;
@@ -82,7 +82,7 @@ struct Job {
         const bool same = call.cross && r % block != 0;  // the block of the row before
         if (call.scales.present() && !same) load_factors(band, r, column, columns, s);
         isa.decode_codes(call.values.dtype, s->codes + r * kTileColumns, columns, s->values);
-        for (int64_t c = 0; c < columns; ++c) s->values[c] = stored_value(s->values[c], s->factors[c], shared);
+        for (int64_t c = 0; c < columns; ++c) s->values[c] = dequantized_value(s->values[c], s->factors[c], shared);
         isa.encode(call.result.dtype, s->values, columns,
                    call.result.as<char>() + ((first + r) * width + column) * bytes);
       }

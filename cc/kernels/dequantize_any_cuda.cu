@@ -1,4 +1,4 @@
-// Values of a stored form, of any format at any address.
+// Values of a quantised form, of any format at any address.
 //
 //   scan   one block: where groups, their tiles and their segments are, into the workspace
 //   write  blocks of 256 threads walk over tiles of 128 x 128 values of one group; a thread takes 8 columns of 8 rows:
@@ -37,8 +37,8 @@ struct Problem {
   int64_t width;
   bool ragged;
   bool cross;
-  bool turned;     // rows are the last axis
-  int block_bits;  // logarithms of a block's lengths
+  bool transposed;  // rows are the last axis
+  int block_bits;   // logarithms of a block's lengths
   int outer_bits;
 };
 
@@ -89,7 +89,7 @@ __device__ inline void load_scales(const Problem& p, int64_t first, int64_t step
 
 // Codes of a tile whose rows are the last axis, into shared memory as [column][row].
 template <class T>
-__device__ void load_turned(const Problem& p, const StoreTile& tile, uint8_t* shared) {
+__device__ void load_transposed(const Problem& p, const StoreTile& tile, uint8_t* shared) {
   const int64_t line = (p.ragged ? 0 : tile.group * p.width) + tile.column;
   const int64_t first = p.ragged ? tile.padded : tile.row;
   for (int item = threadIdx.x; item < tile.columns * kLanes; item += kThreads) {
@@ -166,15 +166,15 @@ __device__ inline void put_whole(void* base, int64_t first, const float (&v)[kVe
 enum class Into { any, bf16, f16 };
 
 // Eight columns of eight rows. All loads come first.
-template <class T, bool kTurned, Into kInto>
+template <class T, bool kTransposed, Into kInto>
 __device__ void write_square(const Problem& p, const StoreTile& tile, int row, int column, const uint8_t* shared) {
   constexpr bool kWhole = kInto != Into::any;
-  const bool cross = kTurned || p.cross;
+  const bool cross = kTransposed || p.cross;
   const int count = kWhole ? kVector : min(tile.columns - column, kVector), rows = min(tile.rows - row, kVector);
   const int64_t first = tile.column + column;
   const int64_t stored = (p.ragged ? (cross ? tile.padded : tile.source) : tile.row) + row;
-  uint64_t codes[kVector];  // of a row or, turned, of a column
-  if constexpr (kTurned) {
+  uint64_t codes[kVector];  // of a row or, transposed, of a column
+  if constexpr (kTransposed) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       codes[i] = *reinterpret_cast<const uint64_t*>(shared + (column + i) * kPitch + row);
@@ -211,7 +211,7 @@ __device__ void write_square(const Problem& p, const StoreTile& tile, int row, i
 #pragma unroll
     for (int c = 0; c < kVector; c += 2) {
       float2 two;
-      if constexpr (kTurned) {
+      if constexpr (kTransposed) {
         two = decode_two<T>(static_cast<uint32_t>(codes[c] >> (8 * i) & 0xFF) |
                             static_cast<uint32_t>(codes[c + 1] >> (8 * i) & 0xFF) << 8);
       } else {
@@ -231,25 +231,25 @@ __device__ void write_square(const Problem& p, const StoreTile& tile, int row, i
   }
 }
 
-template <class T, bool kTurned, Into kInto>
+template <class T, bool kTransposed, Into kInto>
 __global__ void __launch_bounds__(kThreads, 3)
     write_tiles(const __grid_constant__ Problem p, int64_t column_tiles, int64_t rows) {
   using Index = typename std::conditional<kInto == Into::any, int64_t, uint32_t>::type;
-  __shared__ alignas(8) uint8_t shared[kTurned ? kStoreColumns * kPitch : 8];
+  __shared__ alignas(8) uint8_t shared[kTransposed ? kStoreColumns * kPitch : 8];
   StoreTile tile;
   const Index across = static_cast<Index>(column_tiles);
   for (Index item = blockIdx.x; find_tile(p.scan, item, across, p.width, &tile); item += gridDim.x) {
     const bool tail = tile.group == p.scan.count;
     if (tail) tile.rows = static_cast<int>(min(rows - tile.source, int64_t{kStoreRows}));
-    if (kTurned && !tail) {
+    if (kTransposed && !tail) {
       __syncthreads();
-      load_turned<T>(p, tile, shared);
+      load_transposed<T>(p, tile, shared);
       __syncthreads();
     }
     const int column = threadIdx.x % kLanes * kVector, row = threadIdx.x / kLanes * kVector;
     if (column >= tile.columns) continue;
     if (!tail) {
-      if (row < tile.rows) write_square<T, kTurned, kInto>(p, tile, row, column, shared);
+      if (row < tile.rows) write_square<T, kTransposed, kInto>(p, tile, row, column, shared);
       continue;
     }
     for (int i = 0; i < min(tile.rows - row, kVector); ++i) {
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 template <class T, Into kInto>
 void write_into(const Problem& p, int64_t column_tiles, int64_t rows, unsigned grid, cudaStream_t stream) {
-  const auto kernel = p.turned ? write_tiles<T, true, kInto> : write_tiles<T, false, kInto>;
+  const auto kernel = p.transposed ? write_tiles<T, true, kInto> : write_tiles<T, false, kInto>;
   kernel<<<grid, kThreads, 0, stream>>>(p, column_tiles, rows);
 }
 
@@ -293,8 +293,8 @@ void launch(const Dequantize& call, const Context& context) {
   p.scales = data_of<const void>(call.scales);
   p.scale_type = call.scales.dtype;
   p.width = call.result.dims[call.result.rank - 1];
-  p.turned = cross && (!ragged || call.turned);
-  const int64_t padded = segment ? call.values.dims[call.turned ? 1 : 0] : tall;
+  p.transposed = cross && (!ragged || call.transposed);
+  const int64_t padded = segment ? call.values.dims[call.transposed ? 1 : 0] : tall;
   p.place = ScalePlace::of(call.scales, ragged, cross, divide_up(padded, cross ? block : call.block_outer),
                            divide_up(p.width, cross ? call.block_outer : block));
   p.group_scales = data_of<const float>(call.group_scales);

@@ -44,7 +44,7 @@ void launch_types(const GroupedMatmulAct& call, const UpParams& p, void* stream)
 
 std::string refuses(const GroupedMatmulAct& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
-  if (c.stored.stores()) return "gives plain rows";
+  if (c.quantized.stores()) return "gives plain rows";
   if (std::string reason = refuses_16_bit_lhs(c.lhs.dtype); !reason.empty()) return reason;
   for (const TensorView* t : {&c.rhs, &c.rhs_up, &c.result, &c.hidden}) {
     if (t->present() && t->dtype != c.lhs.dtype) {

@@ -27,7 +27,7 @@ namespace {
 using namespace sm90;
 
 std::string refuses(const GroupedMatmulAct& c, const Target& target) {
-  if (c.stored.stores()) return "gives plain rows";
+  if (c.quantized.stores()) return "gives plain rows";
   if (c.rhs_up.present()) return "takes weights in one array";
   const std::string coded = refuses_coded(c);
   if (!coded.empty()) return coded;

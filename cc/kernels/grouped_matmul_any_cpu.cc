@@ -127,7 +127,7 @@ const char* at(const void* data, DType dtype, int64_t element) {
   return static_cast<const char*>(data) + element * dtype_bytes(dtype);
 }
 
-// The block scales of a group's operand. `outer` blocks of `block` elements; float32 ones may be turned, the block
+// The block scales of a group's operand. `outer` blocks of `block` elements; float32 ones may be transposed, the block
 // index first.
 PanelScales scales_of(const TensorView& scales, int64_t first, bool blocks_first, int64_t outer_block, int64_t block) {
   if (!scales.present()) return {};
@@ -141,7 +141,7 @@ PanelOperand contracted_rows(const GroupedMatmul& call, const TensorView& operan
                              int64_t block, int64_t first, int64_t column) {
   const int64_t width = last_axis(operand);
   const PanelScales s = scales_of(scales, block ? first / block : 0, true, 1, block);
-  if (call.turned) return {at(operand.data, operand.dtype, first), operand.dtype, width, 1, column, s};
+  if (call.transposed) return {at(operand.data, operand.dtype, first), operand.dtype, width, 1, column, s};
   const int64_t bytes = first * operand.dims[1] * dtype_bytes(operand.dtype);
   return {operand.as<const char>() + bytes, operand.dtype, 1, width, column, s};
 }
@@ -178,13 +178,13 @@ PanelProduct block(const GroupedMatmul& call, const Problem& problem, const Task
   p.dtype = multiplied_type(call);
   p.rhs_depth = p.depth;
   if (problem.ragged_rows) {
-    const bool turned = s.lhs_scales.present() && s.lhs_scales.dtype == DType::f32;
+    const bool transposed = s.lhs_scales.present() && s.lhs_scales.dtype == DType::f32;
     p.lhs = {call.lhs.data,
              call.lhs.dtype,
              last_axis(call.lhs),
              1,
              t.row,
-             scales_of(s.lhs_scales, 0, turned, 1, s.lhs_block)};
+             scales_of(s.lhs_scales, 0, transposed, 1, s.lhs_block)};
     p.rhs = weight_of(call, call.rhs, t.group, t.column);
     if (call.rhs_up.present()) {
       p.rhs_rest = weight_of(call, call.rhs_up, t.group, t.column);

@@ -66,7 +66,7 @@ constexpr int kFmaStride = kFmaTile + 4;  // floats; keeps 16-byte alignment and
 constexpr int kFmaOperand = kFmaDepth * kFmaStride;
 constexpr int kFmaCopies = kFmaTile * kFmaDepth / kFmaThreads;
 
-// Single values, so any stride will do; a k-major operand is turned on its way to shared memory.
+// Single values, so any stride will do; a k-major operand is transposed on its way to shared memory.
 class ValueCopier {
  public:
   __device__ ValueCopier(const char* data, bool k_major, int64_t stride, int extent) {

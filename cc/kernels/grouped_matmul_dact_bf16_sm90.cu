@@ -45,7 +45,7 @@ void launch_shape(const GroupedMatmulDact& call, const DactParams& p, cudaStream
 
 std::string refuses(const GroupedMatmulDact& c, const Target&) {
   if (!has_plain_operands(c) || has_group_scales(c.scales)) return "takes no scaled operands";
-  if (c.stored.stores()) return "gives plain rows";
+  if (c.quantized.stores()) return "gives plain rows";
   if (std::string reason = refuses_16_bit_lhs(c.lhs.dtype); !reason.empty()) return reason;
   for (const TensorView* t : {&c.rhs, &c.hidden, &c.result, &c.activated}) {
     if (t->present() && t->dtype != c.lhs.dtype) {

@@ -22,7 +22,7 @@ namespace {
 using namespace sm90;
 
 std::string refuses(const GroupedMatmulDact& c, const Target& target) {
-  if (c.stored.stores() || c.stored_activated.stores()) return "gives plain rows";
+  if (c.quantized.stores() || c.quantized_activated.stores()) return "gives plain rows";
   const std::string coded = refuses_coded(c);
   if (!coded.empty()) return coded;
   for (const TensorView* t : {&c.hidden, &c.result, &c.activated}) {

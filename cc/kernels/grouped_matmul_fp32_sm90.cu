@@ -1,7 +1,7 @@
 // fp32 operands on Hopper's tensor cores, in the recipe's modes tf32 and tf32x3 (numerics 2.5): forward and dgrad,
 // [M, N] = rows of lhs [M, K] times the weight of their group ([G, K, N] or [G, N, K]), and wgrad, [G, A, B], the sum
 // over a group's rows of outer(lhs[r], rhs[r]). Operands are read as they are in memory; what wgmma cannot read is
-// turned on the chip. Where tiles of wgrad are few, its sums are cut into parts (tiles_sm90.h).
+// transposed on the chip. Where tiles of wgrad are few, its sums are cut into parts (tiles_sm90.h).
 //
 //   counter --scheduler--> work ring;  sizes --scan--> groups (wgrad: offsets of a scan in front)
 //   loader: raw fp32 blocks, 256 rows and 96 or 128 columns x 32 k, by ragged, packed or scattered maps
@@ -11,7 +11,7 @@
 //            |  + bias, * row scale; wgrad + what memory holds; slots of 16 rows in shared memory
 //            v
 //   ragged store, clipped at the group's last row; tail rows cleared as items behind the last tile
-//   wgrad in parts: partial sums in the workspace --add_parts--> + what memory holds, turned if needed --> result
+//   wgrad in parts: partial sums in the workspace --add_parts--> + what memory holds, transposed if needed --> result
 #include <utility>
 
 #include "cc/api/calls.h"
@@ -310,7 +310,7 @@ void launch_contraction(const GroupedMatmul& call, const Context& context) {
     Columns columns;
   };
   Operand lhs{&call.lhs, columns_of(call.lhs, call.lhs_half)}, rhs{&call.rhs, columns_of(call.rhs, call.rhs_half)};
-  if (cut.turned) std::swap(lhs, rhs);
+  if (cut.transposed) std::swap(lhs, rhs);
   p.rows = int32_t(lhs.columns.count);
   p.cols = int32_t(rhs.columns.count);
   const DType f32 = DType::f32;
@@ -333,7 +333,7 @@ void launch_contraction(const GroupedMatmul& call, const Context& context) {
   launch_product<ContractionProduct<kTerms>>(p, p.parts * p.groups * tall_tiles_sm90(p.rows, p.cols, kCols), stream);
   if (whole) return;
   launch_add_parts({sums, p.offsets, p.into_table, call.result.as<float>(), p.parts, p.groups, p.rows, p.cols, kTf32K,
-                    cut.turned, accumulate},
+                    cut.transposed, accumulate},
                    stream);
 }
 

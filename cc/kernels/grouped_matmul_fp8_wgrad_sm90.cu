@@ -1,6 +1,6 @@
 // Grouped contraction on Hopper, 8-bit operands with scales of groups or of blocks of 128: wgrad, [G, A, B]. wgmma
-// reads 8-bit operands K-major only, so both come turned, [A, P] and [B, P], each group's rows padded with zeros to a
-// segment of whole blocks of 128. Partial sums go to fp32 after every block (pipeline_fp8.cuh draws the kernel).
+// reads 8-bit operands K-major only, so both come transposed, [A, P] and [B, P], each group's rows padded with zeros to
+// a segment of whole blocks of 128. Partial sums go to fp32 after every block (pipeline_fp8.cuh draws the kernel).
 //
 //   sizes --order_groups--> spans with their segments, longest group first; counter := 0
 //   counter --leader's scheduler--> mailbox of its peer --> both work rings; long and short sums mixed
@@ -161,7 +161,8 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
     return std::string("takes float8_e4m3fn and float8_e5m2; lhs is ") + dtype_name(c.lhs.dtype) + ", rhs " +
            dtype_name(c.rhs.dtype);
   }
-  if (!c.turned || c.segment != kBlockCodes) return "takes turned operands whose rows are padded to segments of 128";
+  if (!c.transposed || c.segment != kBlockCodes)
+    return "takes transposed operands whose rows are padded to segments of 128";
   const DType out = c.result.dtype;
   if (out != DType::bf16 && out != DType::f16 && out != DType::f32) {
     return std::string("gives bfloat16, float16 or float32, not ") + dtype_name(out);

@@ -12,7 +12,7 @@
 //
 //   form      wide operand   narrow operand     result                       depth, stages   shared memory, C = 16, 32
 //   rows      [tokens, K]    [C, K] or [K, C]   [tokens, C]                  128, 3          60, 72 KiB
-//   sums      [rows, 128]    [rows, C]          [128, C], turned: [C, 128]   64, 4           72, 80 KiB
+//   sums      [rows, 128]    [rows, C]          [128, C], transposed: [C, 128]   64, 4           72, 80 KiB
 //
 // In either form a stage has 64 lines of 256 bytes: with lines of 128 bytes products over rows took 6 to 12 % more
 // time. One block owns a tile and its whole contraction. In which order a sum is added depends neither on M nor on G,
@@ -122,8 +122,8 @@ struct Narrow {
   }
 };
 
-// Where the tile of a turned result goes: all rows of a gradient, 128 of its columns.
-__device__ Finish finish_turned(const Problem& p, const Place& at) {
+// Where the tile of a transposed result goes: all rows of a gradient, 128 of its columns.
+__device__ Finish finish_transposed(const Problem& p, const Place& at) {
   Finish f = {};
   f.result = result_of(p, at.group) + at.first_row * bytes_of(p.result_type);
   f.result_stride = p.rows;
@@ -136,15 +136,15 @@ __device__ Finish finish_turned(const Problem& p, const Place& at) {
   return f;
 }
 
-template <class Product, bool kTurned>
+template <class Product, bool kTransposed>
 __global__ void __launch_bounds__(kThreads, Product::kBlocks) multiply_narrow(const __grid_constant__ Problem p) {
   extern __shared__ __align__(128) char ring[];
   __shared__ int64_t next;  // tile
   using Tile = typename Product::Tile;
-  using Ends = Drain<Tile, kTurned>;
+  using Ends = Drain<Tile, kTransposed>;
   static_assert(kNarrowWarps * Ends::kFloats * 4 <= Product::kStageBytes,
                 "the stage that is not copied early is enough");
-  const auto finish = [&](const Place& at) { return kTurned ? finish_turned(p, at) : finish_at(p, at); };
+  const auto finish = [&](const Place& at) { return kTransposed ? finish_transposed(p, at) : finish_at(p, at); };
   const uint32_t stages = shared_address(ring);
   float* staged = reinterpret_cast<float*>(ring + Product::kStagesAhead * Product::kStageBytes);
   typename Product::Sums sums;
@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(kThreads, Product::kBlocks) multiply_narrow(co
     if (threadIdx.x == 0) drawn = atomicAdd(reinterpret_cast<unsigned long long*>(p.scan.drawn), 1ull);
     if (has_sums) Ends::store(finish(summed), sums, staged + threadIdx.x / 32 * Ends::kFloats);
     if (found == Found::end) return;
-    if (found == Found::tile && at.depth == 0) write_zeros<kTurned ? Tile::kTile : kMostNarrow>(finish(at), kThreads);
+    if (found == Found::tile && at.depth == 0)
+      write_zeros<kTransposed ? Tile::kTile : kMostNarrow>(finish(at), kThreads);
     __syncthreads();  // the stage of staged sums is free, and all know their tile
     if (threadIdx.x == 0) next = gridDim.x + drawn;
     summed = at;
@@ -179,8 +180,8 @@ __global__ void __launch_bounds__(kThreads, Product::kBlocks) multiply_narrow(co
 }
 
 // Whether the narrow operand of a contraction is its left one. Operands are then exchanged, and the result is stored
-// turned.
-bool turns(const GroupedMatmul& call) {
+// transposed.
+bool transposes(const GroupedMatmul& call) {
   return call.contract_rows && columns_of(call.rhs, call.rhs_half).count > kMostNarrow;
 }
 
@@ -208,11 +209,11 @@ std::string refuses(const GroupedMatmul& call, const Target&) {
   return "";
 }
 
-template <class Product, bool kTurned>
+template <class Product, bool kTransposed>
 void launch_product(const GroupedMatmul& call, const Context& context) {
   constexpr int kTile = Product::Tile::kTile;
   Problem p = problem_of(call, context, kTile, kMostNarrow);
-  if (kTurned) {
+  if (kTransposed) {
     std::swap(p.lhs, p.rhs);
     std::swap(p.lhs_stride, p.rhs_stride);
     std::swap(p.lhs_factors, p.rhs_factors);
@@ -224,7 +225,7 @@ void launch_product(const GroupedMatmul& call, const Context& context) {
   if (tiles == 0) return;
   const auto stream = static_cast<cudaStream_t>(context.stream);
   launch_scan(call.group_sizes.as<const int32_t>(), p.tokens, kTile, !call.into.present(), p.scan, stream);
-  constexpr auto kKernel = multiply_narrow<Product, kTurned>;
+  constexpr auto kKernel = multiply_narrow<Product, kTransposed>;
   allow_shared_memory<kKernel>(Product::kBytes);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, Product::kBlocks * multiprocessors()));
   if (context.target.sm >= 90) return launch_early(kKernel, blocks, kThreads, Product::kBytes, stream, p);
@@ -234,7 +235,7 @@ void launch_product(const GroupedMatmul& call, const Context& context) {
 
 template <class T, int kNarrow>
 void launch_form(const GroupedMatmul& call, const Context& context) {
-  if (turns(call)) return launch_product<Narrow<T, kNarrow, Form::sums>, true>(call, context);
+  if (transposes(call)) return launch_product<Narrow<T, kNarrow, Form::sums>, true>(call, context);
   if (call.contract_rows) return launch_product<Narrow<T, kNarrow, Form::sums>, false>(call, context);
   if (call.rhs_axis == 2) return launch_product<Narrow<T, kNarrow, Form::k_major>, false>(call, context);
   launch_product<Narrow<T, kNarrow, Form::n_major>, false>(call, context);
@@ -242,7 +243,7 @@ void launch_form(const GroupedMatmul& call, const Context& context) {
 
 template <class T>
 void launch_type(const GroupedMatmul& call, const Context& context) {
-  const int64_t cols = turns(call)          ? columns_of(call.lhs, call.lhs_half).count
+  const int64_t cols = transposes(call)     ? columns_of(call.lhs, call.lhs_half).count
                        : call.contract_rows ? columns_of(call.rhs, call.rhs_half).count
                                             : call.rhs.dims[3 - call.rhs_axis];
   return cols <= 16 ? launch_form<T, 16>(call, context) : launch_form<T, 32>(call, context);

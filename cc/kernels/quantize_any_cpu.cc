@@ -5,7 +5,7 @@
 
 #include "cc/cpu/formats.h"
 #include "cc/cpu/panel.h"
-#include "cc/cpu/stored.h"
+#include "cc/cpu/quantized.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/store.h"
 
@@ -59,7 +59,7 @@ class Job {
   void run(Pool* pool) {
     const bool per_group = call_.block == 0 || rule_.kind == ScaleRule::nvfp4;
     const bool stores = call_.values.present() || call_.cross_values.present();
-    const bool ahead = !stores || (per_group && !call_.encode.present());
+    const bool ahead = !stores || (per_group && !call_.scale.present());
     parallel_for(pool, groups_.bands(), [&](int64_t index) {
       const Band& band = groups_.band(index);
       if (!ahead && !starts(band.group)) return;
@@ -79,7 +79,7 @@ class Job {
   }
 
  private:
-  int64_t padded_rows() const { return call_.cross_values.dims[call_.turned ? 1 : 0]; }
+  int64_t padded_rows() const { return call_.cross_values.dims[call_.transposed ? 1 : 0]; }
   size_t scale_index(int64_t group, bool cross) const { return static_cast<size_t>(2 * group + cross); }
 
   // Of a row that a group owns; below 0: zeros.
@@ -93,7 +93,7 @@ class Job {
   template <class Body>
   void tiles(const Band& band, const Body& body) {
     Scratch* s = static_cast<Scratch*>(panel_scratch(sizeof(Scratch)));
-    const StoredGroup& group = groups_[band.group];
+    const QuantizedGroup& group = groups_[band.group];
     const int64_t bytes = dtype_bytes(call_.source.dtype);
     const bool listed = call_.source_table.present();
     const char* from = listed ? reinterpret_cast<const char*>(call_.source_table.as<const int64_t>()[band.group])
@@ -115,9 +115,9 @@ class Job {
     }
   }
 
-  // Whether delayed scaling has no multiplier for a group yet, and takes that of its values.
+  // Whether delayed scaling has no scale for a group yet, and takes that of its values.
   bool starts(int64_t group) const {
-    return call_.encode.present() && !call_.starts_at_one && call_.encode.as<const float>()[group] == 0.0f;
+    return call_.scale.present() && !call_.starts_at_one && call_.scale.as<const float>()[group] == 0.0f;
   }
 
   void measure(const Tile& tile, Scratch* s) {
@@ -156,20 +156,20 @@ class Job {
         const TensorView& result = cross ? call_.cross_group_scales : call_.group_scales;
         const auto& amax = cross && call_.rotate ? rotated_amax_ : amax_;
         const uint32_t found = amax[static_cast<size_t>(g)].load();
-        const GroupScale scale = call_.encode.present()
-                                     ? delayed_group_scale(rule_, call_.encode.as<const float>()[g], found)
+        const GroupScale group = call_.scale.present()
+                                     ? delayed_group_scale(rule_, call_.scale.as<const float>()[g], found)
                                      : group_scale(rule_, call_.block == 0, found);
-        scales_[scale_index(g, cross)] = scale;
-        if (result.present()) result.as<float>()[g] = scale.decode;
+        scales_[scale_index(g, cross)] = group;
+        if (result.present()) result.as<float>()[g] = group.scale_inv;
       }
     }
   }
 
-  void put_scale(const TensorView& scales, int64_t index, BlockScale scale) {
+  void put_scale(const TensorView& scales, int64_t index, BlockScale found) {
     if (scales.dtype == DType::f32) {
-      scales.as<float>()[index] = bits_float(scale.stored);
+      scales.as<float>()[index] = bits_float(found.scale_inv);
     } else {
-      scales.as<uint8_t>()[index] = static_cast<uint8_t>(scale.stored);
+      scales.as<uint8_t>()[index] = static_cast<uint8_t>(found.scale_inv);
     }
   }
 
@@ -178,20 +178,20 @@ class Job {
                       int64_t length, int64_t step) {
     const BlockScale first = block_scale<T>(rule_, amax, group);
     if (call_.four_over_six.empty()) return first;
-    const uint8_t second = nvfp4_block_scale(bits_float(amax), group.encode, 1.5f);
+    const uint8_t second = nvfp4_block_scale_inv(bits_float(amax), group.scale, 1.5f);
     const bool squares = call_.four_over_six == "square";
     float costs[2];
     for (int candidate = 0; candidate < 2; ++candidate) {
-      const uint8_t code = candidate ? second : static_cast<uint8_t>(first.stored);
+      const uint8_t code = candidate ? second : static_cast<uint8_t>(first.scale_inv);
       float sums[kRotation] = {};
       for (int64_t line = 0; line < lines; ++line) {
         const float* x = values + line * line_step;
-        sums[line] = nvfp4_row_error(x, step, static_cast<int>(length), code, group.decode, squares);
+        sums[line] = nvfp4_row_error(x, step, static_cast<int>(length), code, group.scale_inv, squares);
       }
       costs[candidate] = call_.block_outer > 1 ? nvfp4_block_error(sums) : sums[0];
     }
     if (!(costs[1] < costs[0])) return first;
-    return {nvfp4_block_encode_scale(second, group.decode), second};
+    return {nvfp4_block_scale(second, group.scale_inv), second};
   }
 
   // Codes of one row of a tile under the factors in scratch.
@@ -213,10 +213,10 @@ class Job {
 
   // The form that contracts the last axis.
   void store_rows(const Tile& tile, Scratch* s) {
-    const StoredGroup& group = groups_[tile.band.group];
+    const QuantizedGroup& group = groups_[tile.band.group];
     const GroupScale shared = scales_[scale_index(tile.band.group, false)];
     const int64_t block = call_.block, outer = call_.block_outer;
-    std::fill(s->factors, s->factors + tile.columns, shared.encode);
+    std::fill(s->factors, s->factors + tile.columns, shared.scale);
     for (int64_t r = 0; r < tile.band.valid; r += outer) {
       const int64_t lines = std::min(outer, tile.band.valid - r);
       const float* x = s->values + r * kTileColumns;
@@ -224,10 +224,10 @@ class Job {
         const int64_t length = std::min(block, tile.columns - c);
         uint32_t amax = 0;
         for (int64_t i = 0; i < lines; ++i) amax = std::max(amax, isa_.row_amax(x + i * kTileColumns + c, length));
-        const BlockScale scale = scale_of(amax, shared, x + c, lines, kTileColumns, length, 1);
+        const BlockScale of_block = scale_of(amax, shared, x + c, lines, kTileColumns, length, 1);
         const int64_t row = ragged_ ? group.begin + tile.band.row + r : (tile.band.row + r) / outer;
-        put_scale(call_.scales, rows_place_.at(tile.band.group, row, (tile.column + c) / block), scale);
-        std::fill(s->factors + c, s->factors + c + length, scale.encode);
+        put_scale(call_.scales, rows_place_.at(tile.band.group, row, (tile.column + c) / block), of_block);
+        std::fill(s->factors + c, s->factors + c + length, of_block.scale);
       }
       for (int64_t i = 0; i < lines; ++i) {
         encode_row(tile, s->values, r + i, false, s, s->codes);
@@ -241,7 +241,7 @@ class Job {
   void store_columns(const Tile& tile, const float* values, Scratch* s) {
     const GroupScale shared = scales_[scale_index(tile.band.group, true)];
     const int64_t block = call_.block ? call_.block : kTileRows;
-    std::fill(s->factors, s->factors + tile.columns, shared.encode);
+    std::fill(s->factors, s->factors + tile.columns, shared.scale);
     for (int64_t r = 0; r < tile.rows; r += block) {
       const int64_t length = std::min(block, tile.rows - r);
       const float* x = values + r * kTileColumns;
@@ -262,19 +262,19 @@ class Job {
       const int64_t count = std::min(outer, tile.columns - c);
       const uint32_t amax = *std::max_element(s->amax + c, s->amax + c + count);
       // Lines of square blocks run along the source's rows, so that both forms choose the same.
-      const BlockScale scale = outer > 1 ? scale_of(amax, shared, x + c, length, kTileColumns, count, 1)
-                                         : scale_of(amax, shared, x + c, 1, 0, length, kTileColumns);
+      const BlockScale of_block = outer > 1 ? scale_of(amax, shared, x + c, length, kTileColumns, count, 1)
+                                            : scale_of(amax, shared, x + c, 1, 0, length, kTileColumns);
       put_scale(call_.cross_scales, cross_place_.at(tile.band.group, first / call_.block, (tile.column + c) / outer),
-                scale);
-      std::fill(s->factors + c, s->factors + c + count, scale.encode);
+                of_block);
+      std::fill(s->factors + c, s->factors + c + count, of_block.scale);
     }
   }
 
   // The tile's codes, in the order of scratch, to where the form has them.
   void put_columns(const Tile& tile, Scratch* s) {
     uint8_t* to = call_.cross_values.as<uint8_t>();
-    const StoredGroup& group = groups_[tile.band.group];
-    if (ragged_ && !call_.turned) {
+    const QuantizedGroup& group = groups_[tile.band.group];
+    if (ragged_ && !call_.transposed) {
       for (int64_t r = 0; r < tile.rows; ++r) {
         put_codes(type_, s->codes + r * kTileColumns, tile.columns,
                   to + (group.segment + tile.band.row + r) * row_bytes(type_, width_), tile.column);
@@ -307,9 +307,9 @@ class Job {
       }
     }
     if (!call_.cross_values.present()) return;
-    if (!call_.turned) zero_rows(pool, call_.cross_values, groups_.padded(), padded_rows());
+    if (!call_.transposed) zero_rows(pool, call_.cross_values, groups_.padded(), padded_rows());
     for (int64_t c = 0; c < width_; ++c) {
-      if (call_.turned) {
+      if (call_.transposed) {
         memset(call_.cross_values.as<uint8_t>() + c * padded_rows() + groups_.padded(), 0,
                static_cast<size_t>(padded_rows() - groups_.padded()));
       }
@@ -322,7 +322,7 @@ class Job {
   const Quantize& call_;
   const Isa& isa_;
   const bool ragged_;
-  const StoredGroups groups_;
+  const QuantizedGroups groups_;
   const int64_t width_;
   const DType type_;
   const StoreRule rule_;

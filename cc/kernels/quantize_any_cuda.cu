@@ -91,17 +91,17 @@ __device__ BlockScale scale_of(const FineLaunch& p, uint32_t amax, GroupScale gr
   const BlockScale first = block_scale<T>(p.rule, amax, group);
   if constexpr (T::kBits == 4) {
     if (p.choice == 0) return first;
-    const uint8_t second = nvfp4_block_scale(bits_float(amax), group.encode, 1.5f);
+    const uint8_t second = nvfp4_block_scale_inv(bits_float(amax), group.scale, 1.5f);
     float costs[2];
     for (int candidate = 0; candidate < 2; ++candidate) {
-      const uint8_t code = candidate ? second : static_cast<uint8_t>(first.stored);
+      const uint8_t code = candidate ? second : static_cast<uint8_t>(first.scale_inv);
       float sums[kLeastBlock] = {};
       for (int line = 0; line < lines; ++line) {
-        sums[line] = nvfp4_row_error(x + line * line_step, step, kLeastBlock, code, group.decode, p.choice == 2);
+        sums[line] = nvfp4_row_error(x + line * line_step, step, kLeastBlock, code, group.scale_inv, p.choice == 2);
       }
       costs[candidate] = lines > 1 ? nvfp4_block_error(sums) : sums[0];
     }
-    if (costs[1] < costs[0]) return {nvfp4_block_encode_scale(second, group.decode), second};
+    if (costs[1] < costs[0]) return {nvfp4_block_scale(second, group.scale_inv), second};
   }
   return first;
 }
@@ -120,8 +120,8 @@ __device__ void scale_blocks(const FineLaunch& p, const StoreTile& tile, bool cr
     s->amax[item] = amax;
   }
   __syncthreads();
-  const GroupScale group = group_scale_of(p.scan, p.rule, false, p.encode, cross && p.rotate, tile.group);
-  const StoredForm& form = p.forms[cross];
+  const GroupScale group = group_scale_of(p.scan, p.rule, false, p.scale, cross && p.rotate, tile.group);
+  const QuantizedForm& form = p.forms[cross];
   for (int item = threadIdx.x; item < blocks * kStoreRows; item += kThreads) {
     const int unit = item % kStoreRows, b = item / kStoreRows, line = unit * outer;
     if (line >= lines) continue;
@@ -129,16 +129,16 @@ __device__ void scale_blocks(const FineLaunch& p, const StoreTile& tile, bool cr
     for (int i = 0; i < outer; ++i) amax = max(amax, s->amax[b * kStoreRows + line + i]);
     const float* x = s->values + line * across + b * p.block * along;
     // Lines of square blocks run along the source's rows in either form.
-    const BlockScale scale =
+    const BlockScale of_block =
         outer > 1 ? scale_of<T>(p, amax, group,
                                 s->values + (cross ? b : unit) * p.block * kPitch + (cross ? unit : b) * p.block,
                                 kLeastBlock, kPitch, 1)
                   : scale_of<T>(p, amax, group, x, 1, 0, along);
-    s->factors[b * kStoreRows + unit] = scale.encode;
+    s->factors[b * kStoreRows + unit] = of_block.scale;
     int64_t row = p.ragged ? (cross ? tile.padded : tile.source) : tile.row;
     row = cross ? (row >> p.block_bits) + b : (row >> p.outer_bits) + unit;
     const int64_t column = cross ? (tile.column >> p.outer_bits) + unit : (tile.column >> p.block_bits) + b;
-    put_scale(form.scales, p.wide_scales, form.place.at(p.ragged ? 0 : tile.group, row, column), scale.stored);
+    put_scale(form.scales, p.wide_scales, form.place.at(p.ragged ? 0 : tile.group, row, column), of_block.scale_inv);
   }
   __syncthreads();
 }
@@ -179,12 +179,12 @@ __device__ void put_codes(uint8_t* to, uint32_t word, int count) {
 // form, has random bits.
 template <class T>
 __device__ void store_codes(const FineLaunch& p, const StoreTile& tile, bool cross, int rows, Shared* s) {
-  const StoredForm& form = p.forms[cross];
-  const bool turned = cross && p.transposed;
-  const GroupScale group = group_scale_of(p.scan, p.rule, p.block == 0, p.encode, cross && p.rotate, tile.group);
+  const QuantizedForm& form = p.forms[cross];
+  const bool transposed = cross && p.transposed;
+  const GroupScale group = group_scale_of(p.scan, p.rule, p.block == 0, p.scale, cross && p.rotate, tile.group);
   const uint64_t key = p.stochastic && p.key ? p.key[0] | static_cast<uint64_t>(p.key[1]) << 32 : 0;
-  const int lines = turned ? tile.columns : rows, length = turned ? rows : tile.columns;
-  const int along = turned ? kPitch : 1, across = turned ? 1 : kPitch;
+  const int lines = transposed ? tile.columns : rows, length = transposed ? rows : tile.columns;
+  const int along = transposed ? kPitch : 1, across = transposed ? 1 : kPitch;
   constexpr int kQuads = kStoreColumns / 4;
   for (int item = threadIdx.x; item < lines * kQuads; item += kThreads) {
     const int line = item / kQuads, first = item % kQuads * 4;
@@ -193,18 +193,18 @@ __device__ void store_codes(const FineLaunch& p, const StoreTile& tile, bool cro
     Words4 random = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int r = turned ? first + i : line, c = turned ? line : first + i;
-      float factor = group.encode;
+      const int r = transposed ? first + i : line, c = transposed ? line : first + i;
+      float factor = group.scale;
       if (p.block) {
         const int b = (cross ? r : c) >> p.block_bits, unit = (cross ? c : r) >> p.outer_bits;
         factor = s->factors[b * kStoreRows + unit];
       }
       y[i] = fl_mul(s->values[line * across + (first + i) * along], factor);
-      if (p.stochastic && (turned || i == 0)) {
+      if (p.stochastic && (transposed || i == 0)) {
         const Words4 words =
             random_words(key, static_cast<uint32_t>(tile.column + c), static_cast<uint32_t>(tile.row + r),
                          static_cast<uint32_t>(tile.group), p.stream + cross);
-        if (turned) {
+        if (transposed) {
           const int w = static_cast<int>((tile.column + c) % 4);
           random.word[i] = w < 2 ? words.word[w & 1] : words.word[2 + (w & 1)];
         } else {
@@ -213,8 +213,8 @@ __device__ void store_codes(const FineLaunch& p, const StoreTile& tile, bool cro
       }
     }
     const int64_t row = !cross ? tile.source : p.ragged ? tile.padded : tile.row;
-    const int64_t out_line = turned ? (p.ragged ? 0 : tile.group * p.width) + tile.column + line : row + line;
-    const int64_t out_first = turned ? row + first : tile.column + first;
+    const int64_t out_line = transposed ? (p.ragged ? 0 : tile.group * p.width) + tile.column + line : row + line;
+    const int64_t out_first = transposed ? row + first : tile.column + first;
     uint8_t* to = form.values + out_line * form.pitch + out_first * T::kBits / 8;
     put_codes<T>(to, codes_of<T>(y, length - first, p.stochastic, random), length - first);
   }

@@ -11,11 +11,12 @@
 //     columns: (rotated, rounded to bf16 again) a thread has whole blocks: amax, scale and factor without a shuffle
 //     codes:   by the adder (cc/math/e2m1.h), eight per word, signs by byte shuffles of what was read
 //              --> rows, or columns in place: rows change sides between neighbours, four bytes per lane
-//              --> turned: 8 KiB of shared memory, swizzled by 8 bytes --> lines of 64 bytes
+//              --> transposed: 8 KiB of shared memory, swizzled by 8 bytes --> lines of 64 bytes
 //
 // A group's factors, one for each scale, are in a table: a division for each of them, not for each block. Tiles
 // have 16 x 1024 values, so that memory is read and written in long runs and the ends of groups waste little; where
-// columns are turned, 128 x 128. 32 KiB of values, 1 of factors, 9 of turned codes and scales, 12 bytes per group.
+// columns are transposed, 128 x 128. 32 KiB of values, 1 of factors, 9 of transposed codes and scales, 12 bytes per
+// group.
 //
 // Instructions bind it as much as memory: 13 per value for one form, 21 for both, of about 18 and 21 in the time that
 // 2.56 and 3.13 bytes take; stochastic rounding is bound by them alone.
@@ -127,8 +128,8 @@ __device__ inline int swapped(int column) { return column ^ (column / 32 & 1); }
 // Codes of columns to shared memory, 8 bytes each, and from there to lines of `rows` codes, a multiple of 16. The
 // factor of column c is factor(c).
 template <class O, class Factor>
-__device__ inline void put_turned(const FineLaunch& p, const StoreTile& tile, const Four<O::from> (&raw)[kRows],
-                                  TurnedShared<O::from>* s, Factor factor) {
+__device__ inline void put_transposed(const FineLaunch& p, const StoreTile& tile, const Four<O::from> (&raw)[kRows],
+                                      TransposedShared<O::from>* s, Factor factor) {
   static_assert(!O::is_stochastic, "weights are rounded to the nearest");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -155,7 +156,7 @@ __device__ inline void put_turned(const FineLaunch& p, const StoreTile& tile, co
     s->codes[swapped(lane * kColumns + c)][warp ^ lane % 8] = words[0] | static_cast<uint64_t>(words[1]) << 32;
   }
   __syncthreads();
-  const StoredForm& form = p.forms[1];
+  const QuantizedForm& form = p.forms[1];
   const int64_t line = tile.group * p.width + tile.column;
   uint8_t* to = form.values + line * form.pitch + tile.row / 2;
   const int piece = threadIdx.x % kWarps;
@@ -169,9 +170,10 @@ __device__ inline void put_turned(const FineLaunch& p, const StoreTile& tile, co
   }
 }
 
-// The scales of turned columns, from shared memory: a tile has 8 of a column, side by side.
+// The scales of transposed columns, from shared memory: a tile has 8 of a column, side by side.
 template <DType kFrom>
-__device__ inline void put_turned_scales(const FineLaunch& p, const StoreTile& tile, const TurnedShared<kFrom>* s) {
+__device__ inline void put_transposed_scales(const FineLaunch& p, const StoreTile& tile,
+                                             const TransposedShared<kFrom>* s) {
   const int column = threadIdx.x;
   if (column >= tile.columns) return;
   const int64_t first = p.forms[1].place.at(tile.group, tile.row / kRows, tile.column + column);
@@ -189,7 +191,7 @@ __device__ inline void store_group_scales(const FineLaunch& p) {
   for (int g = threadIdx.x; g < p.scan.count; g += kThreads) {
     for (int form = 0; form < 2; ++form) {
       float* to = p.forms[form].group_scales;
-      if (to) to[g] = group_scale_of(p.scan, p.rule, false, p.encode, form && p.rotate, g).decode;
+      if (to) to[g] = group_scale_of(p.scan, p.rule, false, p.scale, form && p.rotate, g).scale_inv;
     }
   }
 }
@@ -198,7 +200,7 @@ __device__ inline void store_group_scales(const FineLaunch& p) {
 template <class O>
 __device__ inline bool place_scales(const FineLaunch& p, const StoreTile& tile, const Scaled (&scales)[kColumns]) {
   const Shape<false> at;
-  const StoredForm& form = p.forms[1];
+  const QuantizedForm& form = p.forms[1];
   if (at.column < tile.columns) {
     const int64_t first = form.place.at(0, tile.padded / kRows, tile.column + at.column);
     *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(form.scales) + first) =
@@ -210,13 +212,13 @@ __device__ inline bool place_scales(const FineLaunch& p, const StoreTile& tile, 
 template <bool kTall>
 __device__ inline Lines lines_along(const FineLaunch& p, const StoreTile& tile) {
   const Shape<kTall> at;
-  const StoredForm& form = p.forms[0];
+  const QuantizedForm& form = p.forms[0];
   return {form.values + (tile.source + at.warp_row) * form.pitch + (tile.column + at.column) / 2, form.pitch,
           tile.rows - at.warp_row, p.stream};
 }
 __device__ inline Lines lines_across(const FineLaunch& p, const StoreTile& tile) {
   const Shape<false> at;
-  const StoredForm& form = p.forms[1];
+  const QuantizedForm& form = p.forms[1];
   return {form.values + tile.padded * form.pitch + (tile.column + at.column) / 2, form.pitch, kRows, p.stream + 1};
 }
 
@@ -243,7 +245,7 @@ __device__ inline void store_tile(const FineLaunch& p, const StoreTile& tile, Fo
     const bool first = at.warp_row < tile.rows && at.column < tile.columns && column % kRows == 0;
 #pragma unroll
     for (int f = 0; f < 2; ++f) {
-      const StoredForm& form = p.forms[f];
+      const QuantizedForm& form = p.forms[f];
       if (first && (f ? kTall : O::along_rows)) {
         put_scale(form.scales, false, form.place.at(tile.group, row / kRows, column / kRows), scale.code);
       }
@@ -255,7 +257,7 @@ __device__ inline void store_tile(const FineLaunch& p, const StoreTile& tile, Fo
     if constexpr (O::along_rows && kTall) forget_values(raw, zero);
     if constexpr (kTall) {
       __syncthreads();  // the codes of the tile before have left shared memory
-      put_turned<O>(p, tile, raw, s, [&](int) { return scale.factor; });
+      put_transposed<O>(p, tile, raw, s, [&](int) { return scale.factor; });
     }
     return;
   }
@@ -286,8 +288,8 @@ __device__ inline void store_tile(const FineLaunch& p, const StoreTile& tile, Fo
     for (int c = 0; c < kColumns; ++c) {
       s->scales[at.column + c][threadIdx.x / 32] = static_cast<uint8_t>(scales[c].code);
     }
-    put_turned<O>(p, tile, raw, s, [&](int c) { return scales[c].factor; });
-    put_turned_scales<O::from>(p, tile, s);
+    put_transposed<O>(p, tile, raw, s, [&](int c) { return scales[c].factor; });
+    put_transposed_scales<O::from>(p, tile, s);
   } else {
     const bool mend = place_scales<O>(p, tile, scales);
     put_lines<O>(p, tile, raw, {lines_across(p, tile)}, mend, across);
@@ -348,7 +350,7 @@ __global__ void __launch_bounds__(kThreads, kMeasureBlocks<kFrom>)
 }
 
 template <class O>
-using SharedOf = typename std::conditional<is_tall(O::columns), TurnedShared<O::from>, Shared<O::from>>::type;
+using SharedOf = typename std::conditional<is_tall(O::columns), TransposedShared<O::from>, Shared<O::from>>::type;
 
 template <class O>
 __global__ void __launch_bounds__(kThreads, kBlocks<O>)
@@ -388,7 +390,7 @@ std::string refuses(const Quantize& call, const Target& target) {
   }
   if (call.stochastic && !ragged) return "rounds rows stochastically, not weights";
   if (!cross.present()) return "";
-  if (!ragged && call.source.dims[1] % kRows != 0) return "turns weights whose rows are a multiple of 16";
+  if (!ragged && call.source.dims[1] % kRows != 0) return "transposes weights whose rows are a multiple of 16";
   if (ragged && call.segment != kRows) return "takes segments of 16";
   if (call.rotate && call.source.dtype == DType::f16) return "rotates bfloat16 and float32";
   return "";
@@ -447,8 +449,8 @@ void launch_as(const Quantize& call, const Context& context) {
         if (p.block == 32) {
           return run_store<Options<kFrom, 32, false, true, Columns::none, false>>(call, p, how);
         }
-        if (p.block_outer > 1) return run_forms<kFrom, true, Columns::turned, false>(call, p, how);
-        if (!p.ragged) return run_forms<kFrom, false, Columns::turned, false>(call, p, how);
+        if (p.block_outer > 1) return run_forms<kFrom, true, Columns::transposed, false>(call, p, how);
+        if (!p.ragged) return run_forms<kFrom, false, Columns::transposed, false>(call, p, how);
         if constexpr (kFrom != DType::f16) {
           if (p.rotate) return run_ragged<kFrom, Columns::rotated>(call, p, how);
         }

@@ -3,7 +3,7 @@
 //
 // One launch: each block scans the group sizes into its shared memory, then draws tiles of 128 x 128 values of one
 // group, 256 threads with 8 columns of 8 rows each. Current scaling has a launch before, of which only amaxes remain;
-// the second one then starts from the last tile. Under delayed scaling groups that have no multiplier yet are measured
+// the second one then starts from the last tile. Under delayed scaling groups that have no scale yet are measured
 // by the launch that stores, before its first tile (start_groups).
 //
 //     cp.async, 16 bytes per row --> own part of shared memory --> 32 registers --> amaxes, two values per word
@@ -11,9 +11,9 @@
 //     rows:    amax over 16 lanes (4 for blocks of 32), scattered so that each lane finds the scale of one row
 //              --> scales back by shuffles --> codes, 8 bytes per row and lane
 //     columns: amax over the 8 warps through shared memory, a scale per thread --> codes of two rows per conversion
-//              --> turned: 16 KiB of shared memory, swizzled by 8 bytes --> lines of 128 bytes
+//              --> transposed: 16 KiB of shared memory, swizzled by 8 bytes --> lines of 128 bytes
 //
-// 32 KiB of raw values, 16 of turned codes, 4 of amaxes and factors, 8 or 12 bytes per group; 4 blocks per SM (64
+// 32 KiB of raw values, 16 of transposed codes, 4 of amaxes and factors, 8 or 12 bytes per group; 4 blocks per SM (64
 // registers) keep 128 KiB in flight, 2 (128 registers) 64 KiB where both forms are made. Bound by memory: 3.03 bytes a
 // value for one form, 4.06 for both.
 //
@@ -125,14 +125,14 @@ __device__ inline float square_factor(const StoreProblem& p, const StoreTile& ti
   uint32_t amax = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) amax = max(amax, s->warp_amax[w]);
-  const BlockScale scale = scale_of(p, amax_of<kFrom>(amax));
+  const BlockScale of_block = scale_of(p, amax_of<kFrom>(amax));
   const int64_t row = tile.row / kStoreRows, column = tile.column / kStoreColumns;
   if (threadIdx.x == 0) {
-    for (const StoredForm& form : p.forms) {
-      if (form.values) put_scale(form.scales, true, form.place.at(tile.group, row, column), scale.stored);
+    for (const QuantizedForm& form : p.forms) {
+      if (form.values) put_scale(form.scales, true, form.place.at(tile.group, row, column), of_block.scale_inv);
     }
   }
-  return scale.encode;
+  return of_block.scale;
 }
 
 template <DType kFrom, int kForms>
@@ -201,14 +201,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
     if (!kForms || p.measure) turns.see(amax_of<kFrom>(largest(raw)), tile.group);
     if constexpr (kForms == 0) continue;
     float shared = 1.0f;
-    if (kBlock == 0) shared = group_scale_of(p.scan, p.rule, true, p.encode, false, tile.group).encode;
+    if (kBlock == 0) shared = group_scale_of(p.scan, p.rule, true, p.scale, false, tile.group).scale;
     if (kSquare) shared = square_factor<kFrom>(p, tile, raw, s);
     float factors[kVector];
     if constexpr ((kForms & kRows) != 0) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) factors[i] = shared;
       if constexpr (kBlock > 0 && !kSquare) row_factors<kFrom, kBlock, Tile>(p, tile, raw, factors);
-      const StoredForm& form = p.forms[0];
+      const QuantizedForm& form = p.forms[0];
       with_type(p.type, [&](auto type) {
         put_rows<decltype(type), kFrom, Tile>(tile, raw, form.values + tile.source * form.pitch + tile.column,
                                               form.pitch, tile.rows, [&](int i, int) { return factors[i]; });
@@ -223,13 +223,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
 #pragma unroll
       for (int i = 0; i < kVector; ++i) factors[i] = shared;
       if constexpr (kBlock > 0 && !kSquare) column_factors<kFrom, kBlock>(p, tile, raw, count, &s->columns, factors);
-      const StoredForm& form = p.forms[1];
+      const QuantizedForm& form = p.forms[1];
       with_type(p.type, [&](auto type) {
         if (kBlock == 32 && !p.transposed) {
           put_rows<decltype(type), kFrom, Tile>(tile, raw, form.values + tile.padded * form.pitch + tile.column,
                                                 form.pitch, count, [&](int, int c) { return factors[c]; });
         } else {
-          put_turned<decltype(type), kFrom>(p, tile, raw, factors, count, &s->columns);
+          put_transposed<decltype(type), kFrom>(p, tile, raw, factors, count, &s->columns);
         }
       });
     }
@@ -250,9 +250,9 @@ std::string refuses(const Quantize& call, const Target& target) {
   if (call.rule == "e8m0" && (call.block != 32 || call.block_outer != 1)) return "takes blocks of 32";
   const bool along_rows = call.block != 0 && call.block_outer == 1;
   if (!cross.present()) return along_rows ? "takes blocks along rows where the cross form is wanted too" : "";
-  if (!ragged && call.source.dims[1] % 16 != 0) return "turns weights whose rows are a multiple of 16";
-  if (ragged && call.turned && call.segment % 16 != 0) return "turns rows in segments of 16 or more";
-  if (ragged && !call.turned && call.block != 32) return "leaves blocks of 32 in place, turns others";
+  if (!ragged && call.source.dims[1] % 16 != 0) return "transposes weights whose rows are a multiple of 16";
+  if (ragged && call.transposed && call.segment % 16 != 0) return "transposes rows in segments of 16 or more";
+  if (ragged && !call.transposed && call.block != 32) return "leaves blocks of 32 in place, transposes others";
   return "";
 }
 

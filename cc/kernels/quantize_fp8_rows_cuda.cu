@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm<kFrom>)
   }
   float factors[kVector];
   row_factors<kFrom, kBlock, Strip>(p, tile, raw, factors);
-  const StoredForm& form = p.forms[0];
+  const QuantizedForm& form = p.forms[0];
   with_type(p.type, [&](auto type) {
     put_rows<decltype(type), kFrom, Strip>(tile, raw, form.values + tile.source * form.pitch + tile.column, form.pitch,
                                            tile.rows, [&](int i, int) { return factors[i]; });

@@ -35,8 +35,7 @@ class Job {
         for (const bool cross : {false, true}) {
           if (!(cross ? call_.cross_values : call_.values).present()) continue;
           for (int64_t i = 0; i < strip.count; ++i) {
-            factors[i] =
-                call_.block ? scale_at(member, group, strip.row, strip.column + i, cross).encode : group.encode;
+            factors[i] = call_.block ? scale_at(member, group, strip.row, strip.column + i, cross).scale : group.scale;
           }
           isa_.encode_codes(type_, x, factors, strip.count, codes);
           for (int64_t i = 0; i < strip.count; ++i) put(member, strip.row, strip.column + i, cross, codes[i]);
@@ -49,8 +48,8 @@ class Job {
   const uint32_t* amax(int64_t member) const { return call_.amax.as<const uint32_t>() + member * slots_.count; }
 
   GroupScale group_scale_of(int64_t member) const {
-    if (!call_.encode.present()) return group_scale(rule_, call_.block == 0, amax(member)[0]);
-    return delayed_group_scale(rule_, call_.encode.as<const float>()[member], amax(member)[0]);
+    if (!call_.scale.present()) return group_scale(rule_, call_.block == 0, amax(member)[0]);
+    return delayed_group_scale(rule_, call_.scale.as<const float>()[member], amax(member)[0]);
   }
 
   BlockScale scale_at(int64_t member, GroupScale group, int64_t a, int64_t b, bool cross) const {
@@ -59,7 +58,7 @@ class Job {
 
   void put_group_scales(int64_t member, GroupScale group) const {
     for (const TensorView* scales : {&call_.group_scales, &call_.cross_group_scales}) {
-      if (scales->present()) scales->as<float>()[member] = group.decode;
+      if (scales->present()) scales->as<float>()[member] = group.scale_inv;
     }
   }
 
@@ -73,7 +72,7 @@ class Job {
       for (int64_t a = first; a < last; a += tall) {
         for (int64_t b = 0; b < width; b += wide) {
           const int64_t at = (cross ? cross_place_ : place_).at(member, a / tall, b / wide);
-          const uint32_t stored = scale_at(member, group, a, b, cross).stored;
+          const uint32_t stored = scale_at(member, group, a, b, cross).scale_inv;
           if (scales.dtype == DType::f32) {
             scales.as<float>()[at] = bits_float(stored);
           } else {

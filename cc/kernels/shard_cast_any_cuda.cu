@@ -28,14 +28,14 @@ struct Problem {
   ShardProblem shards;
   Form forms[2];
   StoreRule rule;
-  const float* encode;
+  const float* scale;
   const int32_t* skip;
   bool wide_scales;
 };
 
 __device__ GroupScale group_scale_of(const Problem& p, int64_t member) {
   const uint32_t amax = p.shards.amax[member * p.shards.slots.count];
-  if (p.encode) return delayed_group_scale(p.rule, p.encode[member], amax);
+  if (p.scale) return delayed_group_scale(p.rule, p.scale[member], amax);
   return group_scale(p.rule, p.shards.slots.block == 0, amax);
 }
 
@@ -51,11 +51,11 @@ __global__ void __launch_bounds__(kShardThreads) put_scales(const __grid_constan
     int64_t slot = item % slots.count;
     if (slot-- == 0) {
       for (const Form& form : p.forms) {
-        if (form.group_scales) form.group_scales[member] = group.decode;
+        if (form.group_scales) form.group_scales[member] = group.scale_inv;
       }
       continue;
     }
-    const uint32_t stored = block_scale<T>(p.rule, p.shards.amax[item], group).stored;
+    const uint32_t stored = block_scale<T>(p.rule, p.shards.amax[item], group).scale_inv;
     const bool first = slot < along;
     const int64_t a = first ? slot / slots.wide : (slot - along) % slots.cross_tall;
     const int64_t b = first ? slot % slots.wide : (slot - along) / slots.cross_tall;
@@ -111,14 +111,14 @@ __global__ void __launch_bounds__(kShardThreads) put_shards(const __grid_constan
       const int line = item % kShardTile, depth = item / kShardTile * length;
       const int64_t a = part.row + (cross ? depth : line), b = part.column + (cross ? line : depth);
       if (a >= part.rows || b >= part.width) continue;
-      factors[item] = block_scale<T>(p.rule, amax[cross ? slots.cross_at(a, b) : slots.at(a, b)], group).encode;
+      factors[item] = block_scale<T>(p.rule, amax[cross ? slots.cross_at(a, b) : slots.at(a, b)], group).scale;
     }
     __syncthreads();
     const int along = cross ? kShardPitch : 1, across = cross ? 1 : kShardPitch;
     const int64_t first_line = part.member * form.lines + (cross ? part.column : part.row);
     for (int item = threadIdx.x; item < kShardTile * kQuads; item += kShardThreads) {
       const int line = item / kQuads, first = item % kQuads * 4;
-      const float factor = blocks ? factors[first / length * kShardTile + line] : group.encode;
+      const float factor = blocks ? factors[first / length * kShardTile + line] : group.scale;
       uint32_t word = 0, here = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -167,7 +167,7 @@ void launch(const ShardCast& call, const Context& context) {
       {form(call.values, call.scales, call.group_scales, false),
        form(call.cross_values, call.cross_scales, call.cross_group_scales, true)},
       store_rule(whole_of(call), largest_value(type), call.source.dtype == DType::bf16),
-      data_of<const float>(call.encode),
+      data_of<const float>(call.scale),
       data_of<const int32_t>(call.skip),
       (call.scales.present() ? call.scales : call.cross_scales).dtype == DType::f32,
   };

@@ -6,7 +6,7 @@
 // Neighbouring threads take neighbouring pieces of 8, so that both sides are whole lines; no shared memory. The usual
 // case, whole pieces to bfloat16 with narrow scales, has a kernel for each pair of types, which takes both operands of
 // a product in one launch: 4 to 6 instructions per element, where 20 would show beside the memory. Everything else
-// (edges, fp32, turned rows) goes to one that asks at run time, with 256 threads, 4 blocks per SM and at most 64
+// (edges, fp32, transposed rows) goes to one that asks at run time, with 256 threads, 4 blocks per SM and at most 64
 // registers.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -128,7 +128,7 @@ struct Walk {
 
 __device__ void write_piece(const Widening& w, const Walk& at, int count, const float (&v)[kPiece]) {
   const int64_t i = int64_t{at.piece} * kPiece;
-  if (!w.turned) {
+  if (!w.transposed) {
     store_values(w.result, w.result_type, (int64_t{at.slice} * w.lines + at.line) * w.run + i, count, v);
     return;
   }
@@ -336,7 +336,7 @@ bool have_the_same_types(const Widening& a, const Widening& b) {
 
 bool is_usual(const Widening& w) {
   const int64_t pieces = w.run / kPiece;
-  if (w.turned || w.result_type != DType::bf16 || w.run % kPiece != 0 || w.pitch != w.run || pieces < 2 ||
+  if (w.transposed || w.result_type != DType::bf16 || w.run % kPiece != 0 || w.pitch != w.run || pieces < 2 ||
       w.lines * pieces > INT32_MAX || w.lines == 0 || !aligned(w.values, 8)) {
     return false;
   }

@@ -37,7 +37,7 @@ GROUPED_HOST_DEVICE static inline float power_of_two_quotient(float max, float a
   return power_of_two(static_cast<int>(m >> 23) - static_cast<int>(v >> 23) + 127 - smaller);
 }
 
-GROUPED_HOST_DEVICE static inline float fp32_encode_scale(float amax, const Fp32ScaleRule& rule) {
+GROUPED_HOST_DEVICE static inline float fp32_scale(float amax, const Fp32ScaleRule& rule) {
   float a = amax < rule.eps ? rule.eps : amax;  // false for NaN
   if (a == 0.0f || float_bits(a) >= kInfinityBits) return 1.0f;
   if (rule.power_of_two) return power_of_two_quotient(rule.max, a);
@@ -46,10 +46,10 @@ GROUPED_HOST_DEVICE static inline float fp32_encode_scale(float amax, const Fp32
 }
 
 // Of fp32 scales, per-group NVFP4 scales and delayed scaling. May be subnormal.
-GROUPED_HOST_DEVICE static inline float decode_scale(float e) { return fl_div(1.0f, e); }
+GROUPED_HOST_DEVICE static inline float scale_inv(float e) { return fl_div(1.0f, e); }
 
 // The same of a normal power of two.
-GROUPED_HOST_DEVICE static inline float decode_power_of_two(float e) {
+GROUPED_HOST_DEVICE static inline float scale_inv_of_power_of_two(float e) {
   const uint32_t bits = float_bits(e);
   return bits_float(bits == 254u << 23 ? 0x00400000u : (254u << 23) - bits);
 }
@@ -79,7 +79,7 @@ GROUPED_HOST_DEVICE static inline uint8_t e8m0_code(float amax) {
 }
 
 // 2^(127 - code).
-GROUPED_HOST_DEVICE static inline float e8m0_encode_scale(uint8_t code) {
+GROUPED_HOST_DEVICE static inline float e8m0_scale(uint8_t code) {
   if (code == 255) return bits_float(kNanBits);
   return bits_float(code == 254 ? 0x00400000u : static_cast<uint32_t>(254 - code) << 23);
 }
@@ -91,18 +91,18 @@ constexpr float kFourOverSixRange = 1536.0f;       // 256 * 6: leaves room for b
 constexpr float kSixth = 0.16666667163372039795f;  // fl(1/6)
 
 // e_g.
-GROUPED_HOST_DEVICE static inline float nvfp4_group_encode_scale(float amax, float range) {
+GROUPED_HOST_DEVICE static inline float nvfp4_group_scale(float amax, float range) {
   if (amax == 0.0f || float_bits(amax) >= kInfinityBits) return 1.0f;
   return at_most_float_max(fl_div(range, amax));
 }
 
 // s_b, an E4M3 code. `stretch` is 1, or 1.5 for the second candidate of 4over6.
-GROUPED_HOST_DEVICE static inline uint8_t nvfp4_block_scale(float amax, float group_encode_scale, float stretch) {
-  return encode<E4M3>(fl_mul(stretch, fl_mul(amax, fl_mul(group_encode_scale, kSixth))));
+GROUPED_HOST_DEVICE static inline uint8_t nvfp4_block_scale_inv(float amax, float group_scale, float stretch) {
+  return encode<E4M3>(fl_mul(stretch, fl_mul(amax, fl_mul(group_scale, kSixth))));
 }
 
 // e_b. A NaN scale gives NaN, so that every code of the block is NaN's.
-GROUPED_HOST_DEVICE static inline float nvfp4_block_encode_scale(uint8_t block_scale, float group_scale) {
+GROUPED_HOST_DEVICE static inline float nvfp4_block_scale(uint8_t block_scale, float group_scale) {
   return at_most_float_max(fl_div(1.0f, fl_mul(decode<E4M3>(block_scale), group_scale)));
 }
 
@@ -115,7 +115,7 @@ GROUPED_HOST_DEVICE static inline float nvfp4_value(uint8_t code, uint8_t block_
 // candidate with the smaller sum is kept, the first if they are equal (or NaN).
 GROUPED_HOST_DEVICE static inline float nvfp4_row_error(const float* values, int64_t step, int count,
                                                         uint8_t block_scale, float group_scale, bool squares) {
-  const float e = nvfp4_block_encode_scale(block_scale, group_scale);
+  const float e = nvfp4_block_scale(block_scale, group_scale);
   float sum = 0.0f;
   for (int i = 0; i < count; ++i) {
     const float x = values[i * step];

@@ -16,18 +16,18 @@ struct StoreRule {
   ScaleRule kind;
   Fp32ScaleRule fp32;
   float range;         // nvfp4: what the amax of a group is mapped to
-  bool starts_at_one;  // delayed scaling: a group without a multiplier yet has 1, not that of its amax
+  bool starts_at_one;  // delayed scaling: a group without a scale yet has 1, not that of its amax
 };
 
-// A multiplier and its decode scale. Rules without a group's scale have 1 and 1.
+// A scale and its inverse, which is stored. Rules without a group's scale have 1 and 1.
 struct GroupScale {
-  float encode;
-  float decode;
+  float scale;
+  float scale_inv;
 };
 
 struct BlockScale {
-  float encode;
-  uint32_t stored;  // bits of an fp32 decode scale, or its code
+  float scale;
+  uint32_t scale_inv;  // bits of an fp32 scale_inv, or its code
 };
 
 // Of a Quantize of cc/api/calls.h that has been checked; `max` is the largest value of the element type.
@@ -49,35 +49,35 @@ GROUPED_HOST_DEVICE static inline float amax_value(uint32_t amax) {
 // Of a whole group; `per_group` says that an fp32 scale is the group's, not the block's.
 GROUPED_HOST_DEVICE static inline GroupScale group_scale(const StoreRule& rule, bool per_group, uint32_t amax) {
   float e = 1.0f;
-  if (rule.kind == ScaleRule::nvfp4) e = nvfp4_group_encode_scale(bits_float(amax), rule.range);
-  if (rule.kind == ScaleRule::fp32 && per_group) e = fp32_encode_scale(bits_float(amax), rule.fp32);
-  return {e, decode_scale(e)};
+  if (rule.kind == ScaleRule::nvfp4) e = nvfp4_group_scale(bits_float(amax), rule.range);
+  if (rule.kind == ScaleRule::fp32 && per_group) e = fp32_scale(bits_float(amax), rule.fp32);
+  return {e, scale_inv(e)};
 }
 
-// Of a whole group under delayed scaling, which gives it a multiplier, or 0 where it has none yet.
+// Of a whole group under delayed scaling, which gives it a scale, or 0 where it has none yet.
 GROUPED_HOST_DEVICE static inline GroupScale delayed_group_scale(const StoreRule& rule, float given, uint32_t amax) {
   float e = given;
-  if (e == 0.0f) e = rule.starts_at_one ? 1.0f : fp32_encode_scale(bits_float(amax), rule.fp32);
-  return {e, decode_scale(e)};
+  if (e == 0.0f) e = rule.starts_at_one ? 1.0f : fp32_scale(bits_float(amax), rule.fp32);
+  return {e, scale_inv(e)};
 }
 
 template <class T>
 GROUPED_HOST_DEVICE static inline BlockScale block_scale(const StoreRule& rule, uint32_t amax, GroupScale group) {
   const float a = bits_float(amax);
   if (rule.kind == ScaleRule::fp32) {
-    const float e = fp32_encode_scale(a, rule.fp32);
-    return {e, float_bits(rule.fp32.power_of_two ? decode_power_of_two(e) : decode_scale(e))};
+    const float e = fp32_scale(a, rule.fp32);
+    return {e, float_bits(rule.fp32.power_of_two ? scale_inv_of_power_of_two(e) : scale_inv(e))};
   }
   if (rule.kind == ScaleRule::e8m0) {
     const uint8_t code = e8m0_code<T>(a);
-    return {e8m0_encode_scale(code), code};
+    return {e8m0_scale(code), code};
   }
-  const uint8_t code = nvfp4_block_scale(a, group.encode, 1.0f);
-  return {nvfp4_block_encode_scale(code, group.decode), code};
+  const uint8_t code = nvfp4_block_scale_inv(a, group.scale, 1.0f);
+  return {nvfp4_block_scale(code, group.scale_inv), code};
 }
 
-// One value of a stored form: code * scale of its block * scale of its group, whichever there are; one NaN for all.
-GROUPED_HOST_DEVICE static inline float stored_value(float code, float block, float group) {
+// One value of a quantised form: code * scale of its block * scale of its group, whichever there are; one NaN for all.
+GROUPED_HOST_DEVICE static inline float dequantized_value(float code, float block, float group) {
   const float value = fl_mul(fl_mul(code, block), group);
   return is_nan_bits(magnitude_bits(value)) ? bits_float(kNanBits) : value;
 }

@@ -34,8 +34,10 @@ def choices(ranks: int, *, missing: float = 0.1, skewed: bool = False) -> list[N
     return found
 
 
-def option(ranks: int, factor: float | None = None, *, once: bool = False) -> Exchange:
-    return exchange_option("test", ranks=ranks, experts=E, tokens=T, slots=K, budget_factor=factor, once=once)
+def option(ranks: int, factor: float | None = None, *, once_per_rank: bool = False) -> Exchange:
+    return exchange_option(
+        "test", ranks=ranks, experts=E, tokens=T, slots=K, budget_factor=factor, once_per_rank=once_per_rank
+    )
 
 
 @pytest.mark.rule("LYR-9", "LYR-10", "LYR-18")
@@ -43,7 +45,7 @@ def option(ranks: int, factor: float | None = None, *, once: bool = False) -> Ex
 @pytest.mark.parametrize("factor", [None, 0.1, 0.7, 2.0])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_rows_arrive_where_the_definition_says(ranks: int, factor: float | None, once: bool) -> None:
-    op, experts = option(ranks, factor, once=once), choices(ranks, skewed=True)
+    op, experts = option(ranks, factor, once_per_rank=once), choices(ranks, skewed=True)
     dropped = check_rows(op, experts)
     # A token that goes to its only rank once is one of T rows, and the smallest budget is 8 of these 12.
     assert any(dropped) == (factor in (0.1, 0.7) and (ranks, factor, once) != (1, 0.7, True))
@@ -55,7 +57,7 @@ def test_rows_arrive_where_the_definition_says(ranks: int, factor: float | None,
 def test_experts_that_a_token_has_twice(ranks: int, once: bool) -> None:
     """They share a row, as others of a rank do, up to the experts of a rank; the second of its only one is dropped."""
     experts = [np.where(np.arange(T)[:, None] % 2 == 0, each[:, :1], each) for each in choices(ranks)]
-    dropped = check_rows(option(ranks, once=once), experts)
+    dropped = check_rows(option(ranks, once_per_rank=once), experts)
     assert any(dropped) == (once and ranks > 2)
 
 
@@ -64,7 +66,7 @@ def test_experts_that_a_token_has_twice(ranks: int, once: bool) -> None:
 def test_ranks_that_nothing_goes_to_or_comes_from(once: bool) -> None:
     experts = [np.full((T, K), -1, np.int32) for _ in range(4)]
     experts[1][:, 0], experts[1][:, 2] = 2, 3
-    assert check_rows(option(4, once=once), experts) == [0] * 4
+    assert check_rows(option(4, once_per_rank=once), experts) == [0] * 4
 
 
 def check_rows(op: Exchange, experts: list[NDArray[np.int32]]) -> list[int]:
@@ -117,7 +119,7 @@ def test_a_layer_has_the_bits_of_one_rank(ranks: int, dtype: str, once: bool) ->
     wi, wo = cases.normal((E, H, 2 * F), dtype, "wi"), cases.normal((E, F, H), dtype, "wo")
     tokens, chosen, probs = (np.concatenate(each) for each in (x, experts, weights))
     whole = forward(op, tokens, chosen, probs, wi, wo)
-    facts = option(ranks, once=once)
+    facts = option(ranks, once_per_rank=once)
     several = (facts.rows, facts.slots_of_row)
     sent = [exchange.send_order(RUN, facts, *each) for each in zip(experts, weights, strict=True)]
     rows = [routing.gather(RUN, tokens, each.source, K) for tokens, each in zip(x, sent, strict=True)]
@@ -154,19 +156,25 @@ def test_budgets() -> None:
 def test_budgets_of_tokens() -> None:
     """At most T rows once per rank; the mean is that of uniform choices of different experts."""
     for ranks, slots in ((1, K), (2, K), (4, 2), (8, 1)):
-        assert (option(ranks, once=True).budget, option(ranks, once=True).slots_of_row) == (T, slots)
-    assert option(4, 100.0, once=True).budget == T
-    assert option(4, 0.01, once=True).budget == 8
+        assert (option(ranks, once_per_rank=True).budget, option(ranks, once_per_rank=True).slots_of_row) == (T, slots)
+    assert option(4, 100.0, once_per_rank=True).budget == T
+    assert option(4, 0.01, once_per_rank=True).budget == 8
     large = {"ranks": 4, "experts": E, "tokens": 1000, "slots": K}
     every = list(itertools.combinations(range(E), K))
     reached = sum(any(each < E // 4 for each in chosen) for chosen in every) / len(every)
-    assert exchange_option("test", **large, budget_factor=1.0, once=True).budget == math.ceil(1000 * reached / 8) * 8
-    assert exchange_option("test", **large, budget_factor=1.2, once=True).budget == math.ceil(1200 * reached / 8) * 8
+    assert (
+        exchange_option("test", **large, budget_factor=1.0, once_per_rank=True).budget
+        == math.ceil(1000 * reached / 8) * 8
+    )
+    assert (
+        exchange_option("test", **large, budget_factor=1.2, once_per_rank=True).budget
+        == math.ceil(1200 * reached / 8) * 8
+    )
     # As many slots as other ranks have experts, or more: a token then reaches every rank.
     for slots in (E - 1, E, E + 1):
-        facts = exchange_option("test", **large | {"slots": slots}, budget_factor=1.0, once=True)
+        facts = exchange_option("test", **large | {"slots": slots}, budget_factor=1.0, once_per_rank=True)
         assert (facts.budget, facts.slots_of_row) == (1000, 2)
-    none = exchange_option("test", ranks=4, experts=E, tokens=0, slots=K, once=True)
+    none = exchange_option("test", ranks=4, experts=E, tokens=0, slots=K, once_per_rank=True)
     assert (none.budget, none.rows) == (1, 4)
 
 
@@ -174,11 +182,13 @@ def test_budgets_of_tokens() -> None:
 def test_rows_of_experts_have_the_room_of_a_budget_of_slots() -> None:
     large = {"ranks": 4, "experts": 64, "tokens": 1000, "slots": 8}
     for factor in (0.5, 1.25):
-        apart, once = (exchange_option("test", **large, budget_factor=factor, once=each) for each in (False, True))
+        apart, once = (
+            exchange_option("test", **large, budget_factor=factor, once_per_rank=each) for each in (False, True)
+        )
         assert (apart.max_rows, once.max_rows) == (None, apart.rows)
     # Without a factor there is room for all; so there is where a rank has one expert, and rows one slot each.
-    assert exchange_option("test", **large, once=True).max_rows is None
-    assert exchange_option("test", **large | {"experts": 4}, budget_factor=100.0, once=True).max_rows is None
+    assert exchange_option("test", **large, once_per_rank=True).max_rows is None
+    assert exchange_option("test", **large | {"experts": 4}, budget_factor=100.0, once_per_rank=True).max_rows is None
 
 
 @pytest.mark.rule("ERR-1", "LYR-9")

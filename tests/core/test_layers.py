@@ -207,7 +207,7 @@ def test_cuda_ends_at_its_own_files():
 def test_kernels_are_named_after_their_files():
     """<call>_<format>[_<part>]_<arch>: file, registered name, test id and benchmark label are one string.
 
-    Kernels that compose others are all in cc/dispatch, whose compose.h, widen.h and stored.h list them by name. A file
+    Kernels that compose others are all in cc/dispatch, whose compose.h, widen.h and quantized.h list them by name. A file
     that holds several small kernels for one purpose has a name of the same form, which ends as theirs do.
     """
     from grouped_core import _native
@@ -217,7 +217,7 @@ def test_kernels_are_named_after_their_files():
     for path in files:
         held = re.findall(r'= \{\s*"(\w+)",', path.read_text())
         stems |= {name for name in held if name.split("_")[-2:] == path.stem.split("_")[-2:]}
-    for header in ("compose.h", "widen.h", "stored.h"):
+    for header in ("compose.h", "widen.h", "quantized.h"):
         stems |= set(re.findall(r"> (\w+);", (ROOT / "cc" / "dispatch" / header).read_text()))
     for call, names in _native.kernels().items():
         for name in names:

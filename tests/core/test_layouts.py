@@ -241,7 +241,7 @@ def test_steps_undo_each_other() -> None:
         (steps.Stack(2), pair),
         (steps.Join(-2), pair),
         (steps.Join(-1), pair),
-        (steps.Turn(), pair),
+        (steps.Transpose(), pair),
         (steps.Contiguous(2, -2), pair),
         (steps.Grow(), pair),
         (steps.Merge(), [np.zeros((3, 2, 16), np.uint8)]),

@@ -120,7 +120,7 @@ def test_explain_names_the_quantiser_behind_a_fused_call():
         quantized=calls.QuantizedResult(FORMATS["mxfp8"], (True, True)),
     )
     text = debug.explain_calls([fused], "cpu")
-    assert "grouped_matmul_act_stored_cpu on cpu" in text
+    assert "grouped_matmul_act_quantized_cpu on cpu" in text
     assert "\n    quantises of bfloat16[6, 32]: quantize_any_cpu" in text
 
 

@@ -84,15 +84,15 @@ def scale_of(array: NDArray[Any] | None, *index: int) -> float:
 def test_rows(format, cross):
     x = cases.normal((ROWS, X), "float32", "stored")
     found = stored(x, format, cross, np.array(SIZES, np.int32))
-    block, turned_scales = format.block or 1, format.scales == "float32"
+    block, transposed_scales = format.block or 1, format.scales == "float32"
     for (row, g, r, segment), column in itertools.product(owners(format), range(X)):
         group = scale_of(found.group_scales, g)
         if not cross:
             code = code_at(found.values, row, column)
-            at = (column // block, row) if turned_scales else (row, column // block)
+            at = (column // block, row) if transposed_scales else (row, column // block)
         else:
             padded = segment + r
-            code = code_at(found.values, *((column, padded) if format.turned else (padded, column)))
+            code = code_at(found.values, *((column, padded) if format.transposed else (padded, column)))
             at = (padded // block, column)
         near(float(x[row, column]), code, scale_of(found.scales, *at), group, format)
 
@@ -123,15 +123,15 @@ def test_what_no_group_owns_is_zeros_quantised(format):
         at = (slice(None), tail) if format.scales == "float32" else tail
         asserts.bitwise(rows.scales[at], zeros[0].scales[at])
         asserts.bitwise(np.unique(zeros[0].scales).size, 1)
-    turned = stored(x, format, True, sizes)
-    axis = 1 if format.turned else 0
-    owned = np.zeros(turned.values.shape[axis], bool)
+    transposed = stored(x, format, True, sizes)
+    axis = 1 if format.transposed else 0
+    owned = np.zeros(transposed.values.shape[axis], bool)
     for _, _, r, segment in owners(format):
         owned[segment + r] = True
-    asserts.zero(np.compress(~owned, turned.values, axis), "padding")
-    if turned.scales is not None and zeros[1].scales is not None:
+    asserts.zero(np.compress(~owned, transposed.values, axis), "padding")
+    if transposed.scales is not None and zeros[1].scales is not None:
         blocks = owned.reshape(-1, format.block).any(axis=1)
-        asserts.bitwise(turned.scales[~blocks], zeros[1].scales[~blocks])
+        asserts.bitwise(transposed.scales[~blocks], zeros[1].scales[~blocks])
 
 
 def test_a_rotated_form_holds_rotated_blocks():

@@ -119,7 +119,7 @@ def test_stochastic_rounding_is_unbiased_and_keeps_the_grid():
 @pytest.mark.parametrize("dtype", FP8)
 def test_powers_of_two_never_overflow(dtype):
     a = np.concatenate([normal_amaxes(), np.nextafter(normal_amaxes(), np.float32(0))])
-    e = rounding.encode_scale(a, dtype, power_of_two=True, overflow=rounding.BF16_MAX)
+    e = rounding.fp32_scale(a, dtype, power_of_two=True, overflow=rounding.BF16_MAX)
     assert (a.astype(np.float64) * e <= float(TYPES[dtype].max)).all()
     assert (np.frexp(e)[0] == 0.5).all()
 
@@ -127,7 +127,7 @@ def test_powers_of_two_never_overflow(dtype):
 @pytest.mark.parametrize("dtype", FP8)
 def test_powers_of_two_and_e8m0_agree_for_normal_bf16(dtype):
     a = normal_amaxes()
-    fp32 = rounding.decode_scale(rounding.encode_scale(a, dtype, power_of_two=True, overflow=rounding.BF16_MAX))
+    fp32 = rounding.scale_inv(rounding.fp32_scale(a, dtype, power_of_two=True, overflow=rounding.BF16_MAX))
     asserts.bitwise(fp32, rounding.decode_e8m0(rounding.e8m0_code(a, dtype)))
 
 
@@ -143,7 +143,7 @@ def test_e8m0_is_the_logarithm_rounded_up(dtype):
     code = rounding.e8m0_code(a, dtype)
     differs = a[code != wanted]
     assert (differs == np.nextafter(np.float32(largest * 2.0**-127), np.float32(np.inf))).all()
-    scaled = a.astype(np.float64) * rounding.e8m0_encode_scale(code).astype(np.float64)
+    scaled = a.astype(np.float64) * rounding.e8m0_scale(code).astype(np.float64)
     assert (scaled[~np.isin(a, differs)] <= largest).all()
 
 
@@ -152,23 +152,25 @@ def test_edges_of_e8m0():
     asserts.bitwise(rounding.e8m0_code(a, "float8_e4m3fn"), np.array([0, 254, 255, 0, 247], np.uint8)[: a.size])
     code = np.arange(1, 255)
     with np.errstate(over="ignore"):
-        assert (rounding.decode_e8m0(code) * rounding.e8m0_encode_scale(code) == 1).all()
+        assert (rounding.decode_e8m0(code) * rounding.e8m0_scale(code) == 1).all()
 
 
 def test_scales_without_an_amax():
     nothing = np.array([0, np.nan, np.inf], np.float32)
     for dtype in FP8:
-        asserts.filled(rounding.encode_scale(nothing, dtype), 1)
-    asserts.filled(rounding.nvfp4_group_encode_scale(nothing), 1)
-    floor = rounding.encode_scale(np.zeros(1, np.float32), "float8_e4m3fn", eps=1e-3)
+        asserts.filled(rounding.fp32_scale(nothing, dtype), 1)
+    asserts.filled(rounding.nvfp4_group_scale(nothing), 1)
+    floor = rounding.fp32_scale(np.zeros(1, np.float32), "float8_e4m3fn", eps=1e-3)
     asserts.bitwise(floor, np.float32(448) / np.array([1e-3], np.float32))
-    asserts.bitwise(rounding.nvfp4_block_scale(nothing, np.ones(3, np.float32)), np.array([0, 0x7F, 0x7E], np.uint8))
-    asserts.filled(rounding.encode_scale([2.0**-149], "float8_e4m3fn"), float(rounding.FLOAT_MAX))
+    asserts.bitwise(
+        rounding.nvfp4_block_scale_inv(nothing, np.ones(3, np.float32)), np.array([0, 0x7F, 0x7E], np.uint8)
+    )
+    asserts.filled(rounding.fp32_scale([2.0**-149], "float8_e4m3fn"), float(rounding.FLOAT_MAX))
 
 
 def test_a_block_of_nan_has_no_other_values():
     d = np.ones(1, np.float32)
-    e = rounding.nvfp4_block_encode_scale(np.array([0x7F], np.uint8), d)
+    e = rounding.nvfp4_block_scale(np.array([0x7F], np.uint8), d)
     codes = rounding.encode(np.ones(16, np.float32) * e, "float4_e2m1fn")
     asserts.bitwise(codes, np.full(16, 7, np.uint8))
     assert np.isnan(rounding.nvfp4_values(codes, 0x7F, d)).all()
@@ -197,12 +199,12 @@ def test_a_step_without_an_amax_rolls_nothing(newest):
 
 
 def test_rotation_is_orthogonal_and_its_own_inverse_but_for_signs():
-    turned = rounding.rotate(np.eye(16, dtype=np.float32)).astype(np.float64)
-    asserts.bitwise(turned @ turned.T, np.eye(16))
+    rotated = rounding.rotate(np.eye(16, dtype=np.float32)).astype(np.float64)
+    asserts.bitwise(rotated @ rotated.T, np.eye(16))
     hadamard = np.array([[1.0]])
     for _ in range(4):
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
-    asserts.bitwise(turned, rounding.SIGNS[:, None] * hadamard / 4)
+    asserts.bitwise(rotated, rounding.SIGNS[:, None] * hadamard / 4)
 
 
 # --- exact expansion (numerics 4) ---

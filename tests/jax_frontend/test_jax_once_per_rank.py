@@ -139,7 +139,7 @@ def test_budgets_drop_what_the_definition_drops() -> None:
     p["router"] = p["router"] + jnp.arange(E, dtype=jnp.float32).reshape(1, -1)
     mesh = mesh_of(expert=ranks)
     weights, experts, _ = route.topk_router(x @ p["router"], K)
-    op = exchange_option("test", ranks=ranks, experts=E, tokens=T, slots=K, budget_factor=factor, once=True)
+    op = exchange_option("test", ranks=ranks, experts=E, tokens=T, slots=K, budget_factor=factor, once_per_rank=True)
     received, dropped = reference_exchange.exchange(op, np.split(np.asarray(experts), ranks))
     received, beyond = reference_exchange.with_room(op, received)
     chosen = jnp.where(reference_exchange.travelled(op, received).reshape(tokens, K), experts, -1)

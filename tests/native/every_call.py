@@ -96,10 +96,10 @@ def fused(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
     for format in FORMATS.values():
         if format.plain or format.square:
             continue
-        quantized = QuantizedResult(format, (True, bool(format.segment)), amax=True, merge=True, encode=format.delayed)
+        quantized = QuantizedResult(format, (True, bool(format.segment)), amax=True, merge=True, scale=format.delayed)
         both: dict[str, Any] = {"quantized": quantized, "hidden": False, **options}
         yield calls.grouped_matmul_act(x, w1, 1, sizes, "bfloat16", activation=gated, **both)
-        cross = QuantizedResult(format, (False, True), encode=format.delayed) if format.segment else None
+        cross = QuantizedResult(format, (False, True), scale=format.delayed) if format.segment else None
         both = {"quantized": quantized, "quantized_activated": cross, **options}
         yield calls.grouped_matmul_dact(*given, activation=gated, wanted=(False, False, True), **both)
         codes = calls.spec_in_format(format, x.shape, 1, "bfloat16", groups)
@@ -152,7 +152,7 @@ def quantized(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
         if not format.square:
             for forms in ((True, False), (True, True), (False, False)):
                 if format.segment or not forms[1]:
-                    yield calls.quantize(x, format, forms, sizes, **beside, encode=format.delayed)
+                    yield calls.quantize(x, format, forms, sizes, **beside, scale=format.delayed)
                 if forms[0] and (format.segment or not forms[1]):
                     yield calls.quantize(x, format, forms, sizes, key=format.stochastic)
                     yield calls.quantize(x, format, forms, sizes, gather=(2 * rows + 1, 2))
@@ -166,7 +166,7 @@ def quantized(groups: int, rows: int, k: int, n: int) -> Iterator[Call]:
                 yield calls.dequantize(calls.spec_in_format(format, w.shape, axis, "float32"), None, "bfloat16")
         if not format.rotate and not format.stochastic:
             yield calls.shard_amax(w, format)
-            yield calls.shard_cast(w, format, (True, True), encode=format.delayed, skip=True)
+            yield calls.shard_cast(w, format, (True, True), scale=format.delayed, skip=True)
 
 
 def routed(experts: int, tokens: int, width: int, bins: int) -> Iterator[Call]:

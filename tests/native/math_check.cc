@@ -139,8 +139,8 @@ EXPORT void amax(int64_t n, int64_t block, const float* x, float* result) {
 EXPORT void scales_fp32(int64_t n, const float* a, float max, float eps, float overflow, int power_of_two, float* e,
                         float* d) {
   for (int64_t i = 0; i < n; ++i) {
-    e[i] = fp32_encode_scale(a[i], {max, eps, overflow, power_of_two != 0});
-    d[i] = decode_scale(e[i]);
+    e[i] = fp32_scale(a[i], {max, eps, overflow, power_of_two != 0});
+    d[i] = scale_inv(e[i]);
   }
 }
 
@@ -155,7 +155,7 @@ EXPORT void powers_of_two_that_differ(float max, int64_t* count) {
       const float wanted = bits_float(
           (float_bits(quotient) == kInfinityBits ? float_bits(kFloatMax) : float_bits(quotient)) & 0xFF800000u);
       const float found = power_of_two_quotient(max, a);
-      *count += found != wanted || float_bits(decode_power_of_two(found)) != float_bits(decode_scale(wanted));
+      *count += found != wanted || float_bits(scale_inv_of_power_of_two(found)) != float_bits(scale_inv(wanted));
     }
   }
 }
@@ -169,16 +169,16 @@ EXPORT void scales_e8m0(int64_t n, const float* a, uint8_t* e4m3, uint8_t* e5m2,
 }
 
 EXPORT void encode_scales_e8m0(float* e) {
-  for (int code = 0; code < 256; ++code) e[code] = e8m0_encode_scale(static_cast<uint8_t>(code));
+  for (int code = 0; code < 256; ++code) e[code] = e8m0_scale(static_cast<uint8_t>(code));
 }
 
 EXPORT void scales_nvfp4(int64_t n, const float* group_amax, const float* block_amax, float range, float stretch,
                          float* e_group, float* d_group, uint8_t* s_block, float* e_block) {
   for (int64_t i = 0; i < n; ++i) {
-    e_group[i] = nvfp4_group_encode_scale(group_amax[i], range);
-    d_group[i] = decode_scale(e_group[i]);
-    s_block[i] = nvfp4_block_scale(block_amax[i], e_group[i], stretch);
-    e_block[i] = nvfp4_block_encode_scale(s_block[i], d_group[i]);
+    e_group[i] = nvfp4_group_scale(group_amax[i], range);
+    d_group[i] = scale_inv(e_group[i]);
+    s_block[i] = nvfp4_block_scale_inv(block_amax[i], e_group[i], stretch);
+    e_block[i] = nvfp4_block_scale(s_block[i], d_group[i]);
   }
 }
 

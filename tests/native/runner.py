@@ -32,13 +32,13 @@ LOW = "_low_"
 
 
 TAKE_LOW = (
-    *("_bf16_sm90", "_codes_sm90", "_widened_cuda", "_stored_fp8_cuda", "_stored_cuda", "_composed_cuda"),
-    *("_stored_cpu", "_composed_cpu"),
+    *("_bf16_sm90", "_codes_sm90", "_widened_cuda", "_quantized_fp8_cuda", "_quantized_cuda", "_composed_cuda"),
+    *("_quantized_cpu", "_composed_cpu"),
 )
 """Ends of the names of kernels that take a low-rank product beside the one that they compute."""
 
 
-STORED = "_stored_"
+QUANTIZED = "_quantized_"
 """In the names of kernels that give quantised results alone."""
 
 
@@ -54,7 +54,7 @@ def kernels(call: str, *, joined: bool = False, quantized: bool = False, low: bo
         joined: those of weights in two arrays too. quantized: those of quantised results instead of plain ones.
         low: those that take a low-rank product instead of those that take calls without one; None: both.
     """
-    names = [n for n in _native.kernels()[call] if (joined or JOINED not in n) and quantized == (STORED in n)]
+    names = [n for n in _native.kernels()[call] if (joined or JOINED not in n) and quantized == (QUANTIZED in n)]
     names = [n for n in names if low is None or (takes_low(n) if low else LOW not in n)]
     return [_parameter(name) for name in names]
 
@@ -76,7 +76,7 @@ def wider_than_here(kernel: str) -> bool:
 def plain_kernels(call: str, kernel: str) -> str:
     """Those of `call` on the device of `kernel` that give plain results, as a list to pin."""
     device = [name for name in _native.kernels()[call] if ("_cpu" in name) == ("_cpu" in kernel)]
-    return ",".join(name for name in device if STORED not in name)
+    return ",".join(name for name in device if QUANTIZED not in name)
 
 
 def on_cpu(call: str) -> list[str]:

@@ -175,11 +175,11 @@ void cuts(std::mt19937_64& rng) {
       const SumCut cut = cut_sums_sm90(groups, rows, cols, tile_cols),
                    other = cut_sums_sm90(groups, cols, rows, tile_cols);
       EXPECT(cut.parts == other.parts, "%lld x %lld: layouts have other parts", Long(rows), Long(cols));
-      EXPECT(cut.parts == 1 || rows == cols || cut.turned != other.turned, "%lld x %lld: layouts have other tiles",
-             Long(rows), Long(cols));
-      EXPECT(cut.parts > 1 || !cut.turned, "whole sums are stored as they come");
+      EXPECT(cut.parts == 1 || rows == cols || cut.transposed != other.transposed,
+             "%lld x %lld: layouts have other tiles", Long(rows), Long(cols));
+      EXPECT(cut.parts > 1 || !cut.transposed, "whole sums are stored as they come");
       const int64_t straight = groups * tall_tiles_sm90(rows, cols, tile_cols);
-      const int64_t tiles = cut.turned ? groups * tall_tiles_sm90(cols, rows, tile_cols) : straight;
+      const int64_t tiles = cut.transposed ? groups * tall_tiles_sm90(cols, rows, tile_cols) : straight;
       EXPECT(cut.parts > 1 || straight > kChip / 2, "%lld tiles are whole", Long(tiles));
       if (cut.parts == 1) continue;
       const int64_t items = tiles * cut.parts, rounds = (items + kChip - 1) / kChip;
@@ -191,7 +191,7 @@ void cuts(std::mt19937_64& rng) {
   struct {
     int64_t groups, rows, cols;
     int tile_cols, parts;
-    bool turned;
+    bool transposed;
   } const known[] = {
       {1, 2048, 128, 96, 6, true},    {1, 128, 2048, 96, 6, false},  {1, 2048, 128, 128, 16, false},
       {1, 128, 2048, 128, 16, true},  {1, 7168, 256, 96, 3, true},   {1, 2880, 32, 96, 11, false},
@@ -200,8 +200,8 @@ void cuts(std::mt19937_64& rng) {
   };
   for (const auto& k : known) {
     const SumCut cut = cut_sums_sm90(k.groups, k.rows, k.cols, k.tile_cols);
-    EXPECT(cut.parts == k.parts && cut.turned == k.turned, "%lld x %lld x %lld: %d parts%s", Long(k.groups),
-           Long(k.rows), Long(k.cols), cut.parts, cut.turned ? ", turned" : "");
+    EXPECT(cut.parts == k.parts && cut.transposed == k.transposed, "%lld x %lld x %lld: %d parts%s", Long(k.groups),
+           Long(k.rows), Long(k.cols), cut.parts, cut.transposed ? ", transposed" : "");
   }
   std::puts("few tiles are cut into parts that fill the chip, the same way in both layouts");
 }
@@ -408,7 +408,8 @@ void tf32_operands() {
           from[lane] = rhs == Major::k ? raw_k_major(column, k / 4) : raw_mn_major(column, k);
           const uint32_t word = from[lane] + (rhs == Major::k ? 4 * (k % 4) : 0);
           EXPECT(word == placed_tf32(rhs, column, k), "column %u, k %d: %u", column, k, word);
-          EXPECT(word / kBoxBytes == warp && finished_column(column) / kBoxBytes == warp, "turned in place by a warp");
+          EXPECT(word / kBoxBytes == warp && finished_column(column) / kBoxBytes == warp,
+                 "transposed in place by a warp");
         }
         spread_over_banks(from, rhs == Major::k ? 16 : 4);
       }

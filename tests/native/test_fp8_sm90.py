@@ -28,7 +28,7 @@ TENSOR, TENSOR_E5M2 = FORMATS["fp8_tensor"], FORMATS["fp8_tensor_e5m2"]
 BLOCK, BLOCK_E5M2, SQUARE = FORMATS["fp8_1x128"], FORMATS["fp8_1x128_e5m2"], FORMATS["fp8_128x128"]
 PAIRS = ((TENSOR, TENSOR), (TENSOR_E5M2, TENSOR), (TENSOR, TENSOR_E5M2), (BLOCK, SQUARE), (BLOCK_E5M2, SQUARE))
 """Formats of rows and weights."""
-TURNED = ((TENSOR, TENSOR), (TENSOR, TENSOR_E5M2), (TENSOR_E5M2, TENSOR), (BLOCK, BLOCK), (BLOCK, BLOCK_E5M2))
+TRANSPOSED = ((TENSOR, TENSOR), (TENSOR, TENSOR_E5M2), (TENSOR_E5M2, TENSOR), (BLOCK, BLOCK), (BLOCK, BLOCK_E5M2))
 """Formats of the operands of a weight gradient."""
 FAST_TENSOR = FP8Current.replace(accumulate="fast")
 RECIPES = {"promoted": FP8Current, "fast": FAST_TENSOR, "block": FP8Block}
@@ -113,7 +113,7 @@ def weight_operand(case: cases.Case, format: Format, positive: bool = False) -> 
     return _quantized(format, 1, shape, exact.swapaxes(1, 2), values=codes, scales=scales, group_scales=group_scales)
 
 
-def turned_operand(case: cases.Case, width: int, format: Format, name: str) -> Operand:
+def transposed_operand(case: cases.Case, width: int, format: Format, name: str) -> Operand:
     """[M, X], contracted along rows: [X, P]. Segments end with zeros, the axis with NaN."""
     padded = padded_rows(case.rows, case.groups, format.segment)
     codes = _codes((width, padded), format, name)
@@ -205,7 +205,7 @@ def forward(kernel: str, case: cases.Case, pair: tuple[Format, Format], result: 
 
 def wgrad(case: cases.Case, pair: tuple[Format, Format], result: str, **options: Any) -> NDArray[Any]:
     recipe = FP8Block if pair[0].block else FP8Current
-    lhs, rhs = turned_operand(case, case.k, pair[0], "x"), turned_operand(case, case.n, pair[1], "dy")
+    lhs, rhs = transposed_operand(case, case.k, pair[0], "x"), transposed_operand(case, case.n, pair[1], "dy")
     return run(WGRAD, case, lhs, rhs, recipe, result, contract_rows=True, **options)
 
 
@@ -213,7 +213,7 @@ ROWS = [(kernel, pair) for kernel in (FAST, PROMOTED) for pair in PAIRS if kerne
 each_rows_kernel = pytest.mark.parametrize(
     ("kernel", "pair"), ROWS, ids=[f"{kernel}-{x.name}-{w.name}" for kernel, (x, w) in ROWS]
 )
-each_turned_pair = pytest.mark.parametrize("pair", TURNED, ids=[f"{x.name}-{dy.name}" for x, dy in TURNED])
+each_transposed_pair = pytest.mark.parametrize("pair", TRANSPOSED, ids=[f"{x.name}-{dy.name}" for x, dy in TRANSPOSED])
 SIZES = [c for c in cases.select() if c.tags & {"edge", "tail", "clamp"} or c.name in ("jagged", "groups_65")]
 
 
@@ -354,7 +354,7 @@ def test_tiles_of_even_height_change_no_bit(pair, result):
 
 @pytest.mark.gpu
 @pytest.mark.rule("MAT-11")
-@each_turned_pair
+@each_transposed_pair
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("result", cases.DTYPES)
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -368,7 +368,7 @@ def test_weight_gradients(pair, case, result, accumulate):
 
 @pytest.mark.gpu
 @pytest.mark.rule("MAT-11")
-@pytest.mark.parametrize("pair", [TURNED[0], TURNED[3]], ids=["tensor", "block"])
+@pytest.mark.parametrize("pair", [TRANSPOSED[0], TRANSPOSED[3]], ids=["tensor", "block"])
 @pytest.mark.parametrize("result", ["bfloat16", "float32"])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_weight_gradients_in_many_tiles(pair, result, accumulate):
@@ -377,7 +377,7 @@ def test_weight_gradients_in_many_tiles(pair, result, accumulate):
 
 @pytest.mark.gpu
 @pytest.mark.rule("MAT-11")
-@pytest.mark.parametrize("pair", [TURNED[0], TURNED[3]], ids=["tensor", "block"])
+@pytest.mark.parametrize("pair", [TRANSPOSED[0], TRANSPOSED[3]], ids=["tensor", "block"])
 def test_additions_to_float32_are_rounded_once(pair):
     """Of long sums L2 adds all, of others some or none."""
     case = cases.ADDED
@@ -389,14 +389,14 @@ def test_additions_to_float32_are_rounded_once(pair):
 @pytest.mark.gpu
 @pytest.mark.rule("GRP-4", "GRP-5", "GRP-6", "GRP-9")
 @pytest.mark.parametrize("case", SIZES, ids=str)
-@pytest.mark.parametrize("pair", [TURNED[0], TURNED[3]], ids=["tensor", "block"])
+@pytest.mark.parametrize("pair", [TRANSPOSED[0], TRANSPOSED[3]], ids=["tensor", "block"])
 def test_weight_gradients_of_any_sizes(case, pair):
     wgrad(_whole_rows(case), pair, "float32")
 
 
 @pytest.mark.gpu
 @pytest.mark.rule("MAT-11", "GRD-10")
-@pytest.mark.parametrize("pair", [TURNED[0], TURNED[3]], ids=["tensor", "block"])
+@pytest.mark.parametrize("pair", [TRANSPOSED[0], TRANSPOSED[3]], ids=["tensor", "block"])
 @pytest.mark.parametrize(("case", "result"), [(TILES, "float32"), (MANY, "bfloat16")], ids=str)
 def test_weight_gradients_in_a_table(pair, case, result):
     """The same bits as in one packed accumulator; a group without an address is left out."""
@@ -404,7 +404,7 @@ def test_weight_gradients_in_a_table(pair, case, result):
     packed = wgrad(case, pair, result, into=before, accumulate=True)
     runner = Native(WGRAD, check=False)
     held, table = runner.hold([member if g != 2 else None for g, member in enumerate(before)])
-    lhs, rhs = turned_operand(case, case.k, pair[0], "x"), turned_operand(case, case.n, pair[1], "dy")
+    lhs, rhs = transposed_operand(case, case.k, pair[0], "x"), transposed_operand(case, case.n, pair[1], "dy")
     sizes = np.array(case.sizes, np.int32)
     call = calls.grouped_matmul(
         lhs.spec,
@@ -450,9 +450,9 @@ def test_the_kernel_that_is_planned_for_rows(pair, recipe, kernel):
 
 @with_cuda
 @pytest.mark.rule("MAT-6")
-@each_turned_pair
+@each_transposed_pair
 def test_the_kernel_that_is_planned_for_weight_gradients(pair):
-    lhs, rhs = turned_operand(TILES, TILES.k, pair[0], "x"), turned_operand(TILES, TILES.n, pair[1], "dy")
+    lhs, rhs = transposed_operand(TILES, TILES.k, pair[0], "x"), transposed_operand(TILES, TILES.n, pair[1], "dy")
     plan = _plan(lhs, rhs, FP8Block if pair[0].block else FP8Current, (0, 0))
     assert plan.kernel == WGRAD, plan.refusals
 

@@ -413,7 +413,7 @@ def test_one_pass_from_activation_to_codes(arch, format, kind):
             )
             large = gated and (format == "fp8_1x128" or activated is not None)
             for call in (forward, backward):
-                plan, name = plans.attempt(call, arch), f"{call.name}_stored_fp8_cuda"
+                plan, name = plans.attempt(call, arch), f"{call.name}_quantized_fp8_cuda"
                 fits = arch == "sm_80" or call is forward or groups <= 190 or not large
                 assert (plan.kernel == name) == fits, plan.refusals
                 if not fits:
@@ -508,7 +508,7 @@ def test_quantisers_with_options(arch, name, dtype):
     if format.rotate and dtype == "float16":
         kind = "any"  # rotated values have more bits than it
     sizes, rows = ArraySpec((128,), "int32"), ArraySpec((4096, 1024), dtype)
-    options = {"encode": format.delayed, "amax": format.delayed, "key": format.stochastic}
+    options = {"scale": format.delayed, "amax": format.delayed, "key": format.stochastic}
     plan = plans.attempt(calls.quantize(rows, format, (True, True), sizes, **options), arch)
     assert plan.kernel == f"quantize_{'any' if arch == 'cpu' else kind}_{DEFAULT[arch]}", plan.refusals
 

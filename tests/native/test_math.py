@@ -234,9 +234,9 @@ def test_fp32_scales(lib, dtype, eps, power_of_two, overflow):
     a = amaxes()
     e, d = np.zeros_like(a), np.zeros_like(a)
     call(lib, "scales_fp32", a.size, a, TYPES[dtype].max, eps, overflow, int(power_of_two), e, d)
-    wanted = rounding.encode_scale(a, dtype, eps=eps, power_of_two=power_of_two, overflow=overflow)
+    wanted = rounding.fp32_scale(a, dtype, eps=eps, power_of_two=power_of_two, overflow=overflow)
     asserts.bitwise(e, wanted)
-    asserts.bitwise(d, rounding.decode_scale(wanted))
+    asserts.bitwise(d, rounding.scale_inv(wanted))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -254,7 +254,7 @@ def test_e8m0_scales(lib):
         asserts.bitwise(codes, rounding.e8m0_code(a, dtype), dtype)
     e = np.zeros(256, np.float32)
     call(lib, "encode_scales_e8m0", e)
-    asserts.bitwise(e, rounding.e8m0_encode_scale(np.arange(256)))
+    asserts.bitwise(e, rounding.e8m0_scale(np.arange(256)))
 
 
 @pytest.mark.parametrize("value_range", [rounding.NVFP4_RANGE, rounding.FOUR_OVER_SIX_RANGE])
@@ -268,15 +268,15 @@ def test_nvfp4_scales(lib, value_range, stretch):
     s_block = np.zeros(group.size, np.uint8)
     scales = (e_group, d_group, s_block, e_block)
     call(lib, "scales_nvfp4", group.size, group, block, value_range, stretch, *scales)
-    wanted_e = rounding.nvfp4_group_encode_scale(group, value_range)
-    wanted_d = rounding.decode_scale(wanted_e)
-    wanted_s = rounding.nvfp4_block_scale(block, wanted_e, stretch)
+    wanted_e = rounding.nvfp4_group_scale(group, value_range)
+    wanted_d = rounding.scale_inv(wanted_e)
+    wanted_s = rounding.nvfp4_block_scale_inv(block, wanted_e, stretch)
     asserts.bitwise(e_group, wanted_e)
     asserts.bitwise(d_group, wanted_d)
     asserts.bitwise(s_block, wanted_s)
     with np.errstate(invalid="ignore"):
         fine = ~np.isnan(e_block)
-    asserts.bitwise(e_block[fine], rounding.nvfp4_block_encode_scale(wanted_s, wanted_d)[fine])
+    asserts.bitwise(e_block[fine], rounding.nvfp4_block_scale(wanted_s, wanted_d)[fine])
     asserts.bitwise(fine, wanted_s != 0x7F)
 
 
@@ -292,8 +292,8 @@ def test_nvfp4_values(lib):
 def test_four_over_six(lib, squares):
     x = random_floats((300, 16, 16))
     x[7, 3, 5], x[8, 2, 1], x[9] = np.nan, np.inf, 0
-    d = rounding.decode_scale(rounding.nvfp4_group_encode_scale(rounding.amax(x, axis=(1, 2)), 1536.0))
-    s = rounding.nvfp4_block_scale(rounding.amax(x, axis=(1, 2)), rounding.decode_scale(d), 1.0)
+    d = rounding.scale_inv(rounding.nvfp4_group_scale(rounding.amax(x, axis=(1, 2)), 1536.0))
+    s = rounding.nvfp4_block_scale_inv(rounding.amax(x, axis=(1, 2)), rounding.scale_inv(d), 1.0)
     rows, blocks = np.zeros((300, 16), np.float32), np.zeros(300, np.float32)
     call(lib, "four_over_six", 300, x, s, d, int(squares), rows, blocks)
     wanted = rounding.nvfp4_row_errors(x, s[:, None], d[:, None], squares)

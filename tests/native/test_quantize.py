@@ -58,7 +58,7 @@ def quantize(
     slots: int = 1,
     **operands: NDArray[Any],
 ) -> dict[str, NDArray[Any]]:
-    """Results by name; `operands` are encode, key, skip, into_amax; `into` holds buffers by result."""
+    """Results by name; `operands` are scale, key, skip, into_amax; `into` holds buffers by result."""
     call = calls.quantize(
         spec_of(source),
         format,
@@ -70,7 +70,7 @@ def quantize(
         reuse=into is not None,
         stream=stream,
         gather=None if places is None else (places.shape[0], slots),
-        **{name: name in operands for name in ("encode", "key", "skip")},
+        **{name: name in operands for name in ("scale", "key", "skip")},
     )
     buffers = {f"into_{name}": buffer for name, buffer in (into or {}).items() if name in QUANTIZED}
     given = {"source": source, "group_sizes": group_sizes, "places": places, **operands, **buffers}
@@ -193,11 +193,11 @@ def test_gathered_rows(kernel, format, case, width, dtype, forms, slots):
 )
 def test_gathered_rows_with_given_multipliers(kernel, dtype, forms, started, starts_at_one):
     """Delayed scaling: groups without a multiplier take that of the rows that are gathered for them."""
-    sizes, encode = np.array((7, 0, 130, 1, 340), np.int32), np.zeros(5, np.float32)
-    encode[list(started)] = 0.5
+    sizes, scale = np.array((7, 0, 130, 1, 340), np.int32), np.zeros(5, np.float32)
+    scale[list(started)] = 0.5
     x, places = numbers((90, 1040), dtype), np.random.default_rng(8).permutation(720)[:500].astype(np.int32)
     format = FORMATS["fp8_tensor"].replace(delayed=True, starts_at_one=starts_at_one)
-    options = {"encode": encode, "into_amax": np.full(5, 1e-3, np.float32)}
+    options = {"scale": scale, "into_amax": np.full(5, 1e-3, np.float32)}
     found = quantize(Native(kernel), x, format, forms, sizes, places=places, slots=8, **options)
     same(quantize(Native(kernel), x[places // 8], format, forms, sizes, **options), found)
 
@@ -258,9 +258,9 @@ def test_listed_weights_with_given_multipliers(kernel, name, dtype, forms, odd, 
     """Delayed scaling of a list, of which some members may not have started: amaxes are merged on the way."""
     w, run, format = numbers((5, 48, 264), dtype), Native(kernel), FORMATS[name].replace(delayed=True)
     _held, table = run.hold(list(w), unaligned=range(5) if odd else ())
-    encode = np.exp2(np.arange(-2, 3, dtype=np.float32))
-    encode[list(zeros)] = 0
-    options = {"encode": encode, "into_amax": np.full(5, 1e-3, np.float32)}
+    scale = np.exp2(np.arange(-2, 3, dtype=np.float32))
+    scale[list(zeros)] = 0
+    options = {"scale": scale, "into_amax": np.full(5, 1e-3, np.float32)}
     same(quantize(run, w, format, forms, table=table, **options), quantize(run, w, format, forms, **options))
 
 
@@ -287,10 +287,10 @@ def test_amaxes_are_merged(kernel, format, case, dtype):
 )
 def test_given_multipliers(kernel, name, dtype, rows, forms):
     """Delayed scaling: nothing is found; amaxes are merged on the way."""
-    encode = np.array([0.5, 1.0, 3.0, 2.0**-100, 2.0**127], np.float32)
+    scale = np.array([0.5, 1.0, 3.0, 2.0**-100, 2.0**127], np.float32)
     case = cases.Case("five", (7, 0, 130, 1, 40), 190, 37, 1, frozenset())
     source, sizes = rows_of(case, dtype) if rows else (numbers((5, 24, 37), dtype), None)
-    options = {"encode": encode, "into_amax": np.full(5, 1e-3, np.float32)}
+    options = {"scale": scale, "into_amax": np.full(5, 1e-3, np.float32)}
     quantize(Native(kernel), source, FORMATS[name].replace(delayed=True), forms, sizes, **options)
 
 
@@ -306,18 +306,18 @@ def test_given_multipliers(kernel, name, dtype, rows, forms):
 )
 def test_multipliers_that_have_not_started(kernel, name, dtype, rows, forms, width, zeros, starts_at_one):
     """A multiplier of 0 is that of the group's own values, or 1; the others stay, and magnitudes are what they are."""
-    encode = np.array([0.5, 1.0, 3.0, 2.0**-100, 2.0**127], np.float32)
-    encode[list(zeros)] = 0
+    scale = np.array([0.5, 1.0, 3.0, 2.0**-100, 2.0**127], np.float32)
+    scale[list(zeros)] = 0
     case = cases.Case("five", (7, 0, 130, 1, 40), 190, width, 1, frozenset())
     source, sizes = rows_of(case, dtype) if rows else (numbers((5, 24, width), dtype), None)
     format = FORMATS[name].replace(delayed=True, starts_at_one=starts_at_one)
-    options = {"encode": encode, "into_amax": np.full(5, 1e-3, np.float32)}
+    options = {"scale": scale, "into_amax": np.full(5, 1e-3, np.float32)}
     found = quantize(Native(kernel), source, format, forms, sizes, **options)
     alone = quantize(Native(kernel), source, FORMATS[name], forms, sizes)
     for form in ("group_scales", "cross_group_scales"):
         if form in found:
-            wanted = np.float32(1) / np.where(encode == 0, np.float32(1), encode)
-            own = np.zeros(5, bool) if starts_at_one else encode == 0
+            wanted = np.float32(1) / np.where(scale == 0, np.float32(1), scale)
+            own = np.zeros(5, bool) if starts_at_one else scale == 0
             asserts.bitwise(found[form], np.where(own, alone[form], wanted), form)
 
 
@@ -333,7 +333,7 @@ def test_blocks_that_start_groups_wait_for_one_another(dtype, rows, forms):
         source[span][-1:, -1:] = 300
     if not rows:
         source[:, -1, -1] = 300
-    options = {"encode": np.array([0, 1, 0.5, 0], np.float32), "into_amax": np.zeros(4, np.float32)}
+    options = {"scale": np.array([0, 1, 0.5, 0], np.float32), "into_amax": np.zeros(4, np.float32)}
     format = FORMATS["fp8_tensor"].replace(delayed=True)
     found = quantize(Native("quantize_fp8_cuda"), source, format, forms, sizes, **options)
     alone = quantize(Native("quantize_fp8_cuda"), source, FORMATS["fp8_tensor"], forms, sizes)
@@ -373,7 +373,7 @@ def test_a_device_flag_turns_it_into_nothing(kernel, format, rows, wanted):
 def test_a_device_flag_starts_no_groups(kernel, rows, forms):
     source, sizes = rows_of(CASES[0], "bfloat16") if rows else (numbers((3, 48, 64), "bfloat16"), None)
     groups = source.shape[0] if sizes is None else sizes.shape[0]
-    options = {"encode": np.arange(groups, dtype=np.float32) % 2, "into_amax": np.full(groups, 2, np.float32)}
+    options = {"scale": np.arange(groups, dtype=np.float32) % 2, "into_amax": np.full(groups, 2, np.float32)}
     a_flag_decides(kernel, source, FORMATS["fp8_tensor"].replace(delayed=True), forms, sizes, options)
 
 
@@ -438,8 +438,8 @@ def test_decision_points(kernel, format):
     x = np.ascontiguousarray(x.reshape(-1, block), np.float32)
     sizes = np.array([x.shape[0] // 2, x.shape[0] - x.shape[0] // 2], np.int32)
     quantize(Native(kernel), x, format, (True, False), sizes, key=KEY)
-    turned = np.ascontiguousarray(x.T)
-    quantize(Native(kernel), turned, format, (False, True), np.array([turned.shape[0]], np.int32), key=KEY)
+    transposed = np.ascontiguousarray(x.T)
+    quantize(Native(kernel), transposed, format, (False, True), np.array([transposed.shape[0]], np.int32), key=KEY)
 
 
 @pytest.mark.parametrize("kernel", kernels("quantize"))
@@ -497,7 +497,7 @@ def test_groups_do_not_see_each_other(kernel, format, forms):
     if not forms[1]:
         return
     segment = -(-50 // format.segment) * format.segment
-    columns = (slice(None), slice(segment)) if format.turned else slice(segment)
+    columns = (slice(None), slice(segment)) if format.transposed else slice(segment)
     asserts.bitwise(other["cross_values"][columns], found["cross_values"][columns])
 
 
@@ -594,7 +594,7 @@ class TestRefusals:
             ("mxfp8", True, {"stochastic": 1}, "stochastic"),
             ("mxfp8", True, {"rotate": 1}, "rotate"),
             ("mxfp8", False, {"block_outer": 16}, "block_outer"),
-            ("nvfp4", True, {"turned": 1}, "turned"),
+            ("nvfp4", True, {"transposed": 1}, "transposed"),
             ("nvfp4", True, {"block": 32}, "block"),
             ("nvfp4", True, {"four_over_six": "cubes"}, "four_over_six"),
             ("nvfp4", True, {"four_over_six": "square", "stochastic": 1}, "four_over_six"),
@@ -614,7 +614,7 @@ class TestRefusals:
     def test_operands(self):
 
         for call, words in (
-            (calls.quantize(self.ROWS, FORMATS["mxfp8"], (True, True), self.SIZES, encode=True), "encode"),
+            (calls.quantize(self.ROWS, FORMATS["mxfp8"], (True, True), self.SIZES, scale=True), "scale"),
             (calls.quantize(self.ROWS, FORMATS["mxfp8"], (True, True), self.SIZES, skip=True), "skip"),
             (calls.quantize(self.ROWS, FORMATS["mxfp8"], (True, True), self.SIZES, table=True), "source_table"),
             (calls.quantize(self.ROWS, FORMATS["mxfp8"], (False, False), self.SIZES), "at least one"),

@@ -22,7 +22,7 @@ CASES = [cases.named(name) for name in ("jagged", "tail", "idle_ends", "n_2880",
 FORMAT_NAMES = ("fp8_tensor", "fp8_tensor_e5m2", "fp8_1x128", "mxfp8", "nvfp4")
 FORMS = ((True, True), (True, False), (False, True))
 GATED = frozenset(name for name, kind in KINDS.items() if kind.gated)
-QUANTIZING = ("encode", "key", "into_amax", "activated_encode")
+QUANTIZING = ("scale", "key", "into_amax", "activated_scale")
 """Operands that are read to quantise results."""
 
 OPERANDS = (("bf16", "bf16"), ("fp8_tensor", "fp8_tensor"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"))
@@ -40,7 +40,7 @@ def storing_of(format: str, forms: tuple[bool, bool], given: bool) -> tuple[Quan
     """How results are quantised, and the operands that are read for it except those per group."""
     fmt = FORMATS[format]
     if given and fmt.rule == "fp32" and not fmt.block:
-        return QuantizedResult(fmt.replace(delayed=True), forms, encode=True, amax=True, merge=True), {}
+        return QuantizedResult(fmt.replace(delayed=True), forms, scale=True, amax=True, merge=True), {}
     rotated = fmt.replace(rotate=True, stochastic=True) if format == "nvfp4" and given else fmt
     return QuantizedResult(rotated, forms, key=rotated.stochastic, stream=2), {"key": np.array([7, 9], np.uint32)}
 
@@ -50,7 +50,7 @@ def storing_activated(format: str, given: bool) -> QuantizedResult:
     fmt = FORMATS[format]
     delayed = given and fmt.rule == "fp32" and not fmt.block
     return QuantizedResult(
-        fmt.replace(delayed=delayed, rotate=given and format == "nvfp4"), (False, True), encode=delayed
+        fmt.replace(delayed=delayed, rotate=given and format == "nvfp4"), (False, True), scale=delayed
     )
 
 
@@ -92,13 +92,13 @@ def composed_kernel(call: str, kernel: str) -> str:
 
 def check(kernel: str, call: calls.Call, arrays: dict[str, Any], wanted: QuantizedResult, groups: int) -> None:
     """Every result has the bits of the plain call and of the plain quantiser; sums of rows have another order."""
-    if wanted.encode:
-        arrays["encode"] = np.exp2(np.arange(groups) % 9 - 4).astype(np.float32)
-        arrays["encode"][1::3] = 0  # these groups have not started
+    if wanted.scale:
+        arrays["scale"] = np.exp2(np.arange(groups) % 9 - 4).astype(np.float32)
+        arrays["scale"][1::3] = 0  # these groups have not started
         arrays["into_amax"] = cases.normal((groups,), "float32", "amax") ** 2
-    if "activated_encode" in calls.SLOTS[call.name] and call.inputs[call.slot("activated_encode")] is not None:
-        arrays["activated_encode"] = np.exp2(np.arange(groups) % 7 - 2).astype(np.float32)
-        arrays["activated_encode"][2::3] = 0
+    if "activated_scale" in calls.SLOTS[call.name] and call.inputs[call.slot("activated_scale")] is not None:
+        arrays["activated_scale"] = np.exp2(np.arange(groups) % 7 - 2).astype(np.float32)
+        arrays["activated_scale"][2::3] = 0
     results = dict(
         zip(calls.RESULTS[call.name], Native(kernel, check=False)(call, arranged(call, **arrays)), strict=True)
     )
@@ -107,11 +107,11 @@ def check(kernel: str, call: calls.Call, arrays: dict[str, Any], wanted: Quantiz
     inner = Native(plain_kernels(call.name, kernel), check=False)
     given = {name: array for name, array in arrays.items() if name not in QUANTIZING}
     expected = dict(zip(calls.RESULTS[call.name], inner(parts.plain, arranged(parts.plain, **given)), strict=True))
-    named = {name: arrays.get(name) for name in ("group_sizes", "encode", "key", "into_amax")}
+    named = {name: arrays.get(name) for name in ("group_sizes", "scale", "key", "into_amax")}
     forms = plain_quantiser(kernel)(parts.quantize, parts.quantize.arrange(source=expected["result"], **named))
     expected |= dict(zip(calls.RESULTS["quantize"], forms, strict=True))
     if parts.activated is not None:
-        named = {"group_sizes": arrays["group_sizes"], "encode": arrays.get("activated_encode")}
+        named = {"group_sizes": arrays["group_sizes"], "scale": arrays.get("activated_scale")}
         rows = expected["activated"]
         forms = plain_quantiser(kernel)(parts.activated, parts.activated.arrange(source=rows, **named))
         made = dict(zip(calls.RESULTS["quantize"], forms, strict=True))

@@ -248,7 +248,7 @@ def test_segments_hold_whole_blocks():
     inputs = list(call.inputs)
     for slot, shape in zip(at, shapes, strict=True):
         inputs[slot] = ArraySpec(shape, call.inputs[slot].dtype)
-    changed = with_params(dataclasses.replace(call, inputs=tuple(inputs)), segment=16, turned=0)
+    changed = with_params(dataclasses.replace(call, inputs=tuple(inputs)), segment=16, transposed=0)
     with asserts.refused(ValueError, ["segment: 16", "a multiple of the block 32"]):
         plans.attempt(changed, "cpu")
 

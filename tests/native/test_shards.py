@@ -23,10 +23,10 @@ AMAX = {name: name.replace("cast", "amax") for name in ("shard_cast_any_cpu", "s
 Arrays = dict[str, NDArray[Any]]
 
 
-def whole(w: NDArray[Any], format: Format, forms: tuple[bool, bool], encode: NDArray[Any] | None = None) -> Arrays:
+def whole(w: NDArray[Any], format: Format, forms: tuple[bool, bool], scale: NDArray[Any] | None = None) -> Arrays:
     """What the quantiser makes of all of it."""
-    call = calls.quantize(spec_of(w), format, forms, None, encode=encode is not None)
-    found = Native("quantize_any_cpu", check=False)(call, call.arrange(source=w, encode=encode))
+    call = calls.quantize(spec_of(w), format, forms, None, scale=scale is not None)
+    found = Native("quantize_any_cpu", check=False)(call, call.arrange(source=w, scale=scale))
     names = zip(RESULTS["quantize"], found, strict=True)
     return {name: array for name, array in names if array is not None and name in QUANTIZED}
 
@@ -134,14 +134,14 @@ def test_a_device_flag_turns_it_into_nothing(kernel, format, forms):
 @pytest.mark.parametrize("kernel", kernels("shard_cast"))
 def test_multipliers_that_are_given(kernel):
     w, format = numbers((3, 37, 53), "float32"), FORMATS["fp8_tensor"]
-    encode = np.array([1, 2.5, 0], np.float32)
+    scale = np.array([1, 2.5, 0], np.float32)
     owners = Ranks(kernel, w, [100, 2000])
     amax = owners.amax(format)
     with np.errstate(all="ignore"):
-        wanted = whole(w, format, (True, True), encode)
+        wanted = whole(w, format, (True, True), scale)
     held = full(wanted, 0x5A)
     for rank in range(3):
-        held = owners.store(rank, format, (True, True), amax, held, encode=encode)
+        held = owners.store(rank, format, (True, True), amax, held, scale=scale)
     same(held, wanted)
     magnitudes = [np.abs(member).max() for member in w]
     found = amax[:, 0].view(np.float32)

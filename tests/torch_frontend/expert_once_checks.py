@@ -162,7 +162,7 @@ def budgets_of_tokens_drop_what_the_oracle_drops(mesh: DeviceMesh) -> None:
     group, ranks, tokens, factor = mesh.get_group(), mesh.size(), 48, 0.6
     every = experts_of(ranks * tokens, K, E)
     op = exchange.exchange_option(
-        "moe", ranks=ranks, experts=E, tokens=tokens, slots=K, budget_factor=factor, once=True
+        "moe", ranks=ranks, experts=E, tokens=tokens, slots=K, budget_factor=factor, once_per_rank=True
     )
     received, dropped = reference_exchange.exchange(op, every.reshape(ranks, tokens, K))
     received, beyond = reference_exchange.with_room(op, received)

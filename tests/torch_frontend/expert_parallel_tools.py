@@ -92,8 +92,8 @@ def in_jax(ranks: int, given: dict[str, Any], dy: Tensor, wanted: Sequence[str],
 
     jax.config.update("jax_num_cpu_devices", ranks)
     mesh = jax.make_mesh((ranks,), ("expert",), axis_types=(AxisType.Auto,))
-    turned = {**given, "router": given["router"].T.contiguous()}
-    arrays = jax.tree.map(lambda each: jax.numpy.asarray(each.numpy()), {**turned, "dy": dy})
+    transposed = {**given, "router": given["router"].T.contiguous()}
+    arrays = jax.tree.map(lambda each: jax.numpy.asarray(each.numpy()), {**transposed, "dy": dy})
     axes = in_parallel.MeshAxes(expert="expert")
     options = {"axes": axes, "mesh": mesh, "rhs_transposed": True, **options}
 

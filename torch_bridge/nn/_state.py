@@ -31,7 +31,8 @@ def adapt(
             groups.
 
     Raises:
-        ValueError: both forms are present, the indexed one is incomplete, or the grouped one cannot be split.
+        ValueError: both layouts of parameters are present, the indexed one is incomplete, or the grouped one cannot be
+            split.
     """
     whole = f"{prefix}{kind}{suffix}"
     indexed = [f"{prefix}{kind}{group}{suffix}" for group in range(groups)]

@@ -138,7 +138,7 @@ class GroupedLinear(ScaledModule):
         return (kind,) if single else tuple(f"{kind}{group}" for group in range(self.num_groups))
 
     def reset_parameters(self) -> None:
-        """Draws new values: uniform within 1/sqrt(K), group by group, so that both forms of parameters get the same.
+        """Draws new values: uniform within 1/sqrt(K), group by group, the same for packed and indexed parameters.
 
         It also resets the state of delayed scaling.
         """
@@ -429,7 +429,7 @@ class GroupedLinear(ScaledModule):
         """Converts the layer's weights and biases in a state dict to its own form, in place.
 
         Raises:
-            ValueError: they are incomplete, there in two forms, or do not fit.
+            ValueError: they are incomplete, there in two layouts, or do not fit.
         """
         shapes = (("weight", self.weight_names, (self.out_features, self.in_features)),)
         shapes += (("bias", self.bias_names, (self.out_features,)),)

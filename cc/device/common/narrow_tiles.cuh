@@ -101,10 +101,10 @@ struct NarrowTile {
 
 // The end of a warp's sums, of which lane l has rows l / 4 and l / 4 + 8 of each slab, columns 2 (l % 4) and the next
 // of each 8. They pass through shared memory as kRows x kCols of the result, so that they are stored as vectors.
-template <class Tile, bool kTurned>
+template <class Tile, bool kTransposed>
 struct Drain {
   static constexpr int kTall = Tile::kSlabs * kSlab;
-  static constexpr int kRows = kTurned ? Tile::kNarrow : kTall, kCols = kTurned ? kTall : Tile::kNarrow;
+  static constexpr int kRows = kTransposed ? Tile::kNarrow : kTall, kCols = kTransposed ? kTall : Tile::kNarrow;
   static constexpr int kFloats = kRows * kCols;
 
   static __device__ void store(const Finish& f, const typename Tile::Sums& sums, float* staged) {
@@ -113,10 +113,10 @@ struct Drain {
     for (int i = 0; i < Tile::kSlabs * Tile::kNarrow / 2; ++i) {
       const int slab = i / (Tile::kNarrow / 2), block = i / 4 % (Tile::kNarrow / 8), at = i % 4;
       const int m = slab * kSlab + at / 2 * 8 + lane / 4, n = block * 8 + lane % 4 * 2 + at % 2;
-      staged[kTurned ? n * kCols + m : m * kCols + n] = sums[slab][block][at];
+      staged[kTransposed ? n * kCols + m : m * kCols + n] = sums[slab][block][at];
     }
     __syncwarp();
-    const int row = kTurned ? 0 : first, col = kTurned ? first : 0;
+    const int row = kTransposed ? 0 : first, col = kTransposed ? first : 0;
     if (f.vectors) {
       leave<kChunk>(f, staged, row, col, lane);
     } else {

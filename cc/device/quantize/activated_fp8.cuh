@@ -146,7 +146,7 @@ inline int64_t column_tiles_of(int64_t width) { return divide_up(width, kStoreCo
 constexpr int kActivatedUnit = kStoreRows * kStoreColumns;
 __host__ __device__ constexpr int slots_for(int operands) { return operands > 2 ? 3 : 2; }
 constexpr int units_with_block_scales(int operands) { return 2 * slots_for(operands); }
-constexpr int units_with_group_scales(int operands, int turned) { return operands + turned; }
+constexpr int units_with_group_scales(int operands, int transposed) { return operands + transposed; }
 
 // Launches kKernel, whose blocks have `bytes` of shared memory and a table of the groups behind.
 template <auto kKernel>

@@ -19,8 +19,8 @@ constexpr int kCodes = 128;  // of E4M3 scales, none negative
 static_assert(kRows == kRotation, "a thread rotates its own");
 
 // What is made of columns, and of which tiles.
-enum class Columns { none, in_place, rotated, turned };
-constexpr bool is_tall(Columns columns) { return columns == Columns::turned; }
+enum class Columns { none, in_place, rotated, transposed };
+constexpr bool is_tall(Columns columns) { return columns == Columns::transposed; }
 
 // kBlock 16, or 32: MXFP4. kAlongRows: that form is wanted, too.
 template <DType kFrom, int kBlock, bool kSquare, bool kAlongRows, Columns kColumns, bool kStochastic>
@@ -61,7 +61,7 @@ struct Shared {
   int64_t sums[34];
 };
 template <DType kFrom>
-struct TurnedShared : Shared<kFrom> {
+struct TransposedShared : Shared<kFrom> {
   alignas(16) uint64_t codes[kWarpColumns][kWarps];
   alignas(16) uint8_t scales[kWarpColumns][kWarps];
 };
@@ -197,10 +197,10 @@ template <DType kFrom>
 __device__ inline void fill_factors(const FineLaunch& p, int group, Shared<kFrom>* s) {
   static_assert(kThreads == 2 * kCodes, "a thread has an entry");
   const int form = threadIdx.x / kCodes, code = threadIdx.x % kCodes;
-  const GroupScale scale = group_scale_of(p.scan, p.rule, false, p.encode, form && p.rotate, group);
+  const GroupScale found = group_scale_of(p.scan, p.rule, false, p.scale, form && p.rotate, group);
   __syncthreads();  // those of the group before are not needed any more
-  s->factors[form].of_code[code] = nvfp4_block_encode_scale(static_cast<uint8_t>(code), scale.decode);
-  if (code == 0) s->factors[form].step = fl_mul(scale.encode, kSixth);
+  s->factors[form].of_code[code] = nvfp4_block_scale(static_cast<uint8_t>(code), found.scale_inv);
+  if (code == 0) s->factors[form].step = fl_mul(found.scale, kSixth);
   __syncthreads();
 }
 
@@ -219,8 +219,8 @@ __device__ inline void scale_two(const Factors& of_group, float a, float b, Scal
     *high = {codes >> 8, of_group.of_code[codes >> 8]};
   } else {
     const uint8_t first = e8m0_code<E2M1>(a), second = e8m0_code<E2M1>(b);
-    *low = {first, e8m0_encode_scale(first)};
-    *high = {second, e8m0_encode_scale(second)};
+    *low = {first, e8m0_scale(first)};
+    *high = {second, e8m0_scale(second)};
   }
 }
 

@@ -36,10 +36,10 @@ struct Strip {
   static constexpr int row = 0;
 };
 
-// Of the forms that are turned.
+// Of the forms that are transposed.
 template <DType kFrom>
 struct ColumnScratch {
-  alignas(16) uint64_t turned[kStoreColumns][kStoreRows / 8];
+  alignas(16) uint64_t transposed[kStoreColumns][kStoreRows / 8];
   Eight<kFrom> amax[kStoreWarps][kLanes];  // by warp
   float factors[kStoreRows / 32][kStoreColumns];
 };
@@ -116,12 +116,12 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
     float e[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const BlockScale scale = scale_of(p, amaxes.found[k]);
-      e[k] = scale.encode;
+      const BlockScale of_block = scale_of(p, amaxes.found[k]);
+      e[k] = of_block.scale;
       if (at.row + word + 4 * k < tile.rows && at.column / 32 * 32 < tile.columns) {
         put_scale(p.forms[0].scales, false,
                   p.forms[0].place.at(0, row + 4 * k, static_cast<uint32_t>(tile.column + at.column) / 32),
-                  scale.stored);
+                  of_block.scale_inv);
       }
     }
 #pragma unroll
@@ -131,16 +131,16 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
     }
   } else {
     const int high = lane & 1;  // of the word's two rows, which lane has which
-    const BlockScale scale = scale_of(p, amaxes.found[0]);
+    const BlockScale of_block = scale_of(p, amaxes.found[0]);
     if (at.row + word + 4 * high < tile.rows && !(lane & 2) && at.column / kBlock * kBlock < tile.columns) {
       put_scale(p.forms[0].scales, true,
                 p.forms[0].place.at(0, row + 4 * high, static_cast<uint32_t>(tile.column + at.column) / kBlock),
-                scale.stored);
+                of_block.scale_inv);
     }
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       const int from = (lane & 16) | ((i & 3) / 2 * 8 + (i & 1) * 4) | i / 4;
-      factors[i] = __shfl_sync(~0u, scale.encode, from);
+      factors[i] = __shfl_sync(~0u, of_block.scale, from);
     }
   }
 }
@@ -191,12 +191,13 @@ __device__ inline void column_factors(const StoreProblem& p, const StoreTile& ti
     for (int w = 0; w < kBlockWarps; ++w) {
       amax = max(amax, uint32_t{reinterpret_cast<const Magnitude*>(s->amax[b * kBlockWarps + w])[column]});
     }
-    const BlockScale scale = scale_of(p, amax_of<kFrom>(amax));
-    s->factors[b][column] = scale.encode;
+    const BlockScale of_block = scale_of(p, amax_of<kFrom>(amax));
+    s->factors[b][column] = of_block.scale;
     if (column < tile.columns && b * kBlock < rows) {
       const uint32_t first = static_cast<uint32_t>(p.ragged ? tile.padded : tile.row);
       put_scale(p.forms[1].scales, kBlock == 128,
-                p.forms[1].place.at(p.ragged ? 0 : tile.group, first / kBlock + b, tile.column + column), scale.stored);
+                p.forms[1].place.at(p.ragged ? 0 : tile.group, first / kBlock + b, tile.column + column),
+                of_block.scale_inv);
     }
   }
   __syncthreads();
@@ -208,8 +209,8 @@ __device__ inline void column_factors(const StoreProblem& p, const StoreTile& ti
 
 // Codes of columns to shared memory, 8 rows in one word, and from there to lines of `rows` bytes (a multiple of 16).
 template <class T, DType kFrom>
-__device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, const Eight<kFrom> (&raw)[kVector],
-                                  const float (&factors)[kVector], int rows, ColumnScratch<kFrom>* s) {
+__device__ inline void put_transposed(const StoreProblem& p, const StoreTile& tile, const Eight<kFrom> (&raw)[kVector],
+                                      const float (&factors)[kVector], int rows, ColumnScratch<kFrom>* s) {
   const Shape<false> at;
   const int lane = at.column / kVector, piece = at.row / 8;
 #pragma unroll
@@ -227,17 +228,17 @@ __device__ inline void put_turned(const StoreProblem& p, const StoreTile& tile, 
       words[k] = codes[0] | codes[1] << 16;
     }
     // Sixteen lanes write the same piece of columns that are 8 apart: their words go to different banks.
-    s->turned[at.column + c][piece ^ lane] = words[0] | static_cast<uint64_t>(words[1]) << 32;
+    s->transposed[at.column + c][piece ^ lane] = words[0] | static_cast<uint64_t>(words[1]) << 32;
   }
   __syncthreads();
-  const StoredForm& form = p.forms[1];
+  const QuantizedForm& form = p.forms[1];
   uint8_t* to = form.values + ((p.ragged ? 0 : tile.group * p.width) + tile.column) * form.pitch +
                 (p.ragged ? tile.padded : tile.row);
   const int chunk = threadIdx.x % 8;  // 16 bytes of a line
 #pragma unroll
   for (int i = 0; i < kStoreColumns * 8 / kStoreThreads; ++i) {
     const int column = threadIdx.x / 8 + i * (kStoreThreads / 8), swap = column / kVector;
-    const ulonglong2 v = *reinterpret_cast<const ulonglong2*>(&s->turned[column][2 * chunk ^ (swap & ~1)]);
+    const ulonglong2 v = *reinterpret_cast<const ulonglong2*>(&s->transposed[column][2 * chunk ^ (swap & ~1)]);
     const ulonglong2 codes = swap & 1 ? ulonglong2{v.y, v.x} : v;
     if (column < tile.columns && chunk * 16 < rows) {
       *reinterpret_cast<ulonglong2*>(to + column * form.pitch + chunk * 16) = codes;
@@ -263,7 +264,7 @@ __device__ inline uint32_t largest(const Vector (&raw)[kVector]) {
 
 __device__ inline void store_group_scales(const StoreProblem& p) {
   for (int g = threadIdx.x; g < p.scan.count; g += kStoreThreads) {
-    const float scale = group_scale_of(p.scan, p.rule, true, p.encode, false, g).decode;
+    const float scale = group_scale_of(p.scan, p.rule, true, p.scale, false, g).scale_inv;
     if (p.forms[0].group_scales) p.forms[0].group_scales[g] = scale;
     if (p.forms[1].group_scales) p.forms[1].group_scales[g] = scale;
   }

@@ -51,7 +51,7 @@ struct StoreScan {
 };
 
 // One form of what is stored.
-struct StoredForm {
+struct QuantizedForm {
   uint8_t* values;  // null: not wanted
   void* scales;
   float* group_scales;
@@ -96,7 +96,7 @@ struct StoreProblem {
   bool ragged;
   int segment;      // 0: padded rows are those that exist
   bool transposed;  // the cross form has rows as its last axis
-  StoredForm forms[2];
+  QuantizedForm forms[2];
   DType type;
   bool wide_scales;
   StoreRule rule;
@@ -104,18 +104,18 @@ struct StoreProblem {
   int block_outer;
   int block_bits;  // their logarithms
   int outer_bits;
-  const float* encode;
+  const float* scale;
   const int32_t* skip;
 };
 
 // What one launch does of it, and where.
 struct StoreLaunch : StoreProblem {
-  bool measure;               // amaxes of groups are wanted from this launch
-  bool starting;              // groups without a multiplier of delayed scaling are measured: before it stores, or alone
-  const float* encode_other;  // then: multipliers of act(h), which is stored beside gradients, or null
-  uint32_t* raised;           // [groups]: where they go
-  bool last_first;            // a launch before has read all tiles: the L2 cache may hold the last ones
-  uint32_t* drawn;            // tiles that its blocks have drawn; null: no block has more than two
+  bool measure;              // amaxes of groups are wanted from this launch
+  bool starting;             // groups without a scale of delayed scaling are measured: before it stores, or alone
+  const float* scale_other;  // then: scales of act(h), which is stored beside gradients, or null
+  uint32_t* raised;          // [groups]: where they go
+  bool last_first;           // a launch before has read all tiles: the L2 cache may hold the last ones
+  uint32_t* drawn;           // tiles that its blocks have drawn; null: no block has more than two
 };
 
 // What is chosen value by value, or block by block; FP8 has nothing of it.
@@ -209,7 +209,7 @@ struct GroupResults {
   StoreRule rule;
   bool per_group;
   bool rotate;
-  const float* encode;
+  const float* scale;
   const int32_t* skip;
   float* group_scales;
   float* cross_group_scales;
@@ -218,17 +218,17 @@ struct GroupResults {
 };
 
 __device__ inline GroupScale group_scale_of(const StoreScan& scan, const StoreRule& rule, bool per_group,
-                                            const float* encode, bool rotated, int group) {
-  if (encode) return delayed_group_scale(rule, encode[group], scan.amax[group]);
+                                            const float* scale, bool rotated, int group) {
+  if (scale) return delayed_group_scale(rule, scale[group], scan.amax[group]);
   return group_scale(rule, per_group, (rotated ? scan.rotated : scan.amax)[group]);
 }
 
 static __global__ void finish_groups(const GroupResults r) {
   const int g = blockIdx.x * blockDim.x + threadIdx.x;
   if (g >= r.scan.count || (r.skip && *r.skip != 0)) return;
-  if (r.group_scales) r.group_scales[g] = group_scale_of(r.scan, r.rule, r.per_group, r.encode, false, g).decode;
+  if (r.group_scales) r.group_scales[g] = group_scale_of(r.scan, r.rule, r.per_group, r.scale, false, g).scale_inv;
   if (r.cross_group_scales) {
-    r.cross_group_scales[g] = group_scale_of(r.scan, r.rule, r.per_group, r.encode, r.rotate, g).decode;
+    r.cross_group_scales[g] = group_scale_of(r.scan, r.rule, r.per_group, r.scale, r.rotate, g).scale_inv;
   }
   if (r.amax) r.amax[g] = amax_value(r.into_amax ? amax_with(r.scan.amax[g], r.into_amax[g]) : r.scan.amax[g]);
 }
@@ -241,7 +241,7 @@ __device__ inline uint32_t load_acquire(const uint32_t* from) {
 
 // Whether there is nothing to measure in a group, under delayed scaling.
 __device__ inline bool has_started(const StoreLaunch& p, int group) {
-  return p.encode[group] != 0.0f && (!p.encode_other || p.encode_other[group] != 0.0f);
+  return p.scale[group] != 0.0f && (!p.scale_other || p.scale_other[group] != 0.0f);
 }
 
 // Whether any of this thread's groups, which the block divides, has rows and has not started.
@@ -272,10 +272,10 @@ __device__ inline void zero_codes(uint8_t* to, int lines, int length, int64_t pi
 
 // One tile, `height` rows, of what no group owns, as if it were zeros: of the rows, and of the padded rows.
 __device__ inline void store_nothing(const StoreProblem& p, const StoreTile& tile, int height, int threads) {
-  const uint32_t none = p.wide_scales ? float_bits(decode_scale(fp32_encode_scale(0.0f, p.rule.fp32))) : 0;
+  const uint32_t none = p.wide_scales ? float_bits(scale_inv(fp32_scale(0.0f, p.rule.fp32))) : 0;
   const int bits = p.type == DType::u8 ? 4 : 8;
   for (int cross = 0; cross < 2; ++cross) {
-    const StoredForm& form = p.forms[cross];
+    const QuantizedForm& form = p.forms[cross];
     const int64_t first = cross ? tile.padded : tile.source, left = (cross ? p.padded_rows : p.rows) - first;
     const int count = static_cast<int>(min(left, int64_t{height}));
     if (!form.values || count <= 0) continue;
@@ -321,7 +321,7 @@ inline StoreProblem store_problem(const Quantize& call, const Context& context) 
   const int64_t tall = call.rows().dims[ragged ? 0 : 1], wide = call.source.dims[ragged ? 1 : 2];
   const int64_t block = call.block > 0 ? call.block : 1, outer = call.block_outer;
   const TensorView& cross = call.cross_values;
-  const int64_t padded = ragged && cross.present() ? cross.dims[call.turned ? 1 : 0] : 0;
+  const int64_t padded = ragged && cross.present() ? cross.dims[call.transposed ? 1 : 0] : 0;
   p.scan = StoreScan::at(context.workspace, groups);
   p.source = call.source.data;
   p.source_type = call.source.dtype;
@@ -334,7 +334,7 @@ inline StoreProblem store_problem(const Quantize& call, const Context& context) 
   p.width = wide;
   p.ragged = ragged;
   p.segment = ragged && cross.present() ? static_cast<int>(call.segment) : 0;
-  p.transposed = !ragged || call.turned != 0;
+  p.transposed = !ragged || call.transposed != 0;
   p.type = call.values.present() ? call.values.dtype : cross.dtype;
   p.forms[0] = {data_of<uint8_t>(call.values), data_of<void>(call.scales), data_of<float>(call.group_scales),
                 ScalePlace::of(call.scales, ragged, false, divide_up(tall, outer), divide_up(wide, block)),
@@ -349,7 +349,7 @@ inline StoreProblem store_problem(const Quantize& call, const Context& context) 
   p.block_outer = static_cast<int>(outer);
   p.block_bits = log2_of(p.block);
   p.outer_bits = log2_of(p.block_outer);
-  p.encode = data_of<const float>(call.encode);
+  p.scale = data_of<const float>(call.scale);
   p.skip = data_of<const int32_t>(call.skip);
   return p;
 }
@@ -382,7 +382,7 @@ inline void launch_finish(const Quantize& call, const StoreProblem& p, cudaStrea
       p.rule,
       p.block == 0,
       FineChoices::of(call).rotate,
-      p.encode,
+      p.scale,
       p.skip,
       p.forms[0].group_scales,
       p.forms[1].group_scales,
@@ -397,7 +397,7 @@ inline void launch_finish(const Quantize& call, const StoreProblem& p, cudaStrea
 // Whether scales of groups want amaxes of groups first: of all, or of those that delayed scaling has yet to start.
 inline bool finds_group_scales(const Quantize& call) {
   if (call.block != 0 && call.rule != "nvfp4") return false;
-  return !call.encode.present() || call.starts_at_one == 0;
+  return !call.scale.present() || call.starts_at_one == 0;
 }
 
 // Runs what a Quantize is made of: the scan, `measure(p)` where scales want the amax of a group first, `store(p)`, and
@@ -411,7 +411,7 @@ void launch_store(const Quantize& call, const Context& context, Measure measure,
   device::scan_store<<<1, kScanThreads, 0, stream>>>(p.sizes, p.rows, p.padded_rows, p.segment, p.scan);
   GROUPED_CUDA_CHECK(cudaGetLastError());
   p.raised = p.scan.amax;
-  p.starting = stores && p.encode && found;
+  p.starting = stores && p.scale && found;
   if (ahead) measure(p, stream);
   p.measure = call.amax.present() && (!ahead || p.starting);
   if (stores) store(p, stream);

@@ -357,7 +357,7 @@ inline int64_t most_row_tiles_of(const Quantize& call, int64_t height) {
   const bool ragged = call.group_sizes.present();
   const int64_t groups = groups_of(call), tall = call.rows().dims[ragged ? 0 : 1];
   if (!ragged) return groups * divide_up(tall, height);
-  const int64_t padded = call.cross_values.present() ? call.cross_values.dims[call.turned ? 1 : 0] : 0;
+  const int64_t padded = call.cross_values.present() ? call.cross_values.dims[call.transposed ? 1 : 0] : 0;
   return std::max<int64_t>(most_row_tiles(tall, groups, height) + divide_up(std::max(tall, padded), height), 1);
 }
 
@@ -418,7 +418,7 @@ void launch_tiles(const Quantize& call, const Context& context, Measure measure,
   LaunchOptions how = {context, static_cast<cudaStream_t>(context.stream), false};
   Launch p = launch_of<Launch>(call, context);
   const bool ahead = finds_group_scales(call);
-  const bool all = ahead && !p.encode;
+  const bool all = ahead && !p.scale;
   const bool on_the_way = !all && call.amax.present();
   if (ahead) p.scan.count_in(zeros_or_clear(context, p.scan.drawn, p.scan.counters()));
   how.cleared = ahead;

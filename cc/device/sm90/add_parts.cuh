@@ -17,8 +17,8 @@ struct PartialSums {
   const int64_t* into_table;  // addresses of the results, 0 skips a group; null where they are packed
   float* result;              // [groups, rows, cols], or [groups, cols, rows]
   int32_t parts, groups, rows, cols;
-  int32_t block;  // k of one
-  bool turned;    // the result is [cols, rows]
+  int32_t block;    // k of one
+  bool transposed;  // the result is [cols, rows]
   bool accumulate;
 };
 
@@ -59,7 +59,7 @@ static __global__ void __launch_bounds__(kAddThreads) add_parts(const PartialSum
     }
   }
   int rows = p.rows, cols = p.cols;
-  if (p.turned) {
+  if (p.transposed) {
     __shared__ float square[kAddTile][kAddTile + 1];
     const float of_row[4] = {sum.x, sum.y, sum.z, sum.w};
     for (int i = 0; i < 4; ++i) square[down][right + i] = of_row[i];

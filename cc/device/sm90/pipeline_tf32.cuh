@@ -73,7 +73,8 @@ __device__ inline void load_boxes(const CUtensorMap* map, ptx::Coords at, int bo
   }
 }
 
-// One thread's column of the rhs, turned and rounded or split, from and to `block`, low parts `low_distance` behind.
+// One thread's column of the rhs, transposed and rounded or split, from and to `block`, low parts `low_distance`
+// behind.
 template <Major kMajor, bool kSpread, int kTerms>
 __device__ inline void split_column(uint32_t block, uint32_t low_distance) {
   const uint32_t column = threadIdx.x % 128;

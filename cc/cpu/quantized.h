@@ -15,7 +15,7 @@ constexpr int64_t kTileRows = 128;
 constexpr int64_t kTileColumns = 256;
 
 // Rows of one group: in the source, in a form padded to segments, and in bands of kTileRows.
-struct StoredGroup {
+struct QuantizedGroup {
   int64_t begin;  // first row in the source
   int64_t rows;
   int64_t segment;  // first row of the padded form
@@ -28,10 +28,10 @@ struct Band {
   int64_t valid;  // rows that exist
 };
 
-class StoredGroups {
+class QuantizedGroups {
  public:
   // Rows [M, X] of groups, or, without sizes, weights [G, A, B], one member per group.
-  StoredGroups(const TensorView& shape, const TensorView& group_sizes, int64_t segment) {
+  QuantizedGroups(const TensorView& shape, const TensorView& group_sizes, int64_t segment) {
     const bool ragged = group_sizes.present();
     std::vector<int64_t> ends;
     if (ragged) ends = group_ends(group_sizes, shape.dims[0]);
@@ -49,7 +49,7 @@ class StoredGroups {
     bands_ = band;
   }
 
-  const StoredGroup& operator[](int64_t g) const { return groups_[static_cast<size_t>(g)]; }
+  const QuantizedGroup& operator[](int64_t g) const { return groups_[static_cast<size_t>(g)]; }
   int64_t count() const { return static_cast<int64_t>(groups_.size()); }
   int64_t end() const { return end_; }        // rows that belong to a group
   int64_t padded() const { return padded_; }  // rows of the padded form that do
@@ -57,14 +57,14 @@ class StoredGroups {
 
   Band band(int64_t index) const {
     const auto after = std::upper_bound(groups_.begin(), groups_.end(), index,
-                                        [](int64_t i, const StoredGroup& group) { return i < group.band; });
-    const StoredGroup& group = *(after - 1);
+                                        [](int64_t i, const QuantizedGroup& group) { return i < group.band; });
+    const QuantizedGroup& group = *(after - 1);
     const int64_t row = (index - group.band) * kTileRows;
     return {after - 1 - groups_.begin(), row, std::min(kTileRows, group.rows - row)};
   }
 
  private:
-  std::vector<StoredGroup> groups_;
+  std::vector<QuantizedGroup> groups_;
   int64_t end_ = 0, padded_ = 0, bands_ = 0;
 };
 

@@ -1,13 +1,13 @@
 // Fused calls whose result is stored in a quantised format, two rows per table.
 //
-// `*_stored_fp8_cuda`, where no product's kernel has the activation in its epilogue: the product, then, as a second
+// `*_quantized_fp8_cuda`, where no product's kernel has the activation in its epilogue: the product, then, as a second
 // part, one pass that activates and stores. Activated rows that it does not store have a quantiser behind. Workspace:
 // what the product gives, unless it is asked for, activated rows likewise, then memory that the steps share.
 //
-// `*_stored_cpu`, `*_stored_cuda`, for all others: the plain call, then, as a second part, a quantiser for each array,
-// through dispatch. Workspace: the plain rows where the caller does not ask for them, then memory that the steps
+// `*_quantized_cpu`, `*_quantized_cuda`, for all others: the plain call, then, as a second part, a quantiser for each
+// array, through dispatch. Workspace: the plain rows where the caller does not ask for them, then memory that the steps
 // share.
-#include "cc/dispatch/stored.h"
+#include "cc/dispatch/quantized.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -49,31 +49,31 @@ struct Parts {
   size_t taken = 0;    // bytes of the workspace that hold plain rows
 };
 
-Quantize stored_rows(const Storing& how, const TensorView& rows, const TensorView& group_sizes) {
+Quantize quantized_rows(const Quantizing& how, const TensorView& rows, const TensorView& group_sizes) {
   Quantize store;
-  static_cast<Storing&>(store) = how;
+  static_cast<Quantizing&>(store) = how;
   store.source = rows;
   store.group_sizes = group_sizes;
   return store;
 }
 
 // Columns of what is stored.
-int64_t stored_width(const GroupedMatmulAct& call) {
+int64_t quantized_width(const GroupedMatmulAct& call) {
   ActivationKind kind{};
   const int64_t wide = whole_rhs(call).dims[3 - call.rhs_axis];
   return activation_named(call.activation.kind, &kind) && is_gated(kind) ? wide / 2 : wide;
 }
-int64_t stored_width(const GroupedMatmulDact& call) { return call.hidden.dims[1]; }
+int64_t quantized_width(const GroupedMatmulDact& call) { return call.hidden.dims[1]; }
 
 void set_activated(const GroupedMatmulAct&, Space*, Parts<GroupedMatmulAct>*) {}
 void set_activated(const GroupedMatmulDact& call, Space* space, Parts<GroupedMatmulDact>* p) {
-  p->inner.stored_activated = StoringActivated{};
-  if (!call.stored_activated.stores()) return;
+  p->inner.quantized_activated = QuantizingActivated{};
+  if (!call.quantized_activated.stores()) return;
   if (!call.activated.present()) {
     const int64_t width = product_columns(call);
     p->inner.activated = space->rows(call.hidden.dtype, call.lhs.dims[0], width);
   }
-  p->activated = stored_rows(call.stored_activated, p->inner.activated, call.group_sizes);
+  p->activated = quantized_rows(call.quantized_activated, p->inner.activated, call.group_sizes);
 }
 
 template <class Call>
@@ -81,11 +81,11 @@ Parts<Call> parts(const Call& call, void* workspace) {
   Parts<Call> p;
   Space space(workspace);
   p.inner = call;
-  p.inner.stored = Storing{};
+  p.inner.quantized = Quantizing{};
   if (!call.result.present()) {
-    p.inner.result = space.rows(compute_type(call), call.lhs.dims[0], stored_width(call));
+    p.inner.result = space.rows(compute_type(call), call.lhs.dims[0], quantized_width(call));
   }
-  p.store = stored_rows(call.stored, p.inner.result, call.group_sizes);
+  p.store = quantized_rows(call.quantized, p.inner.result, call.group_sizes);
   set_activated(call, &space, &p);
   p.taken = space.taken();
   return p;
@@ -93,7 +93,7 @@ Parts<Call> parts(const Call& call, void* workspace) {
 
 template <class Call>
 std::string refuses(const Call& call, const Target& target) {
-  if (!call.stored.stores()) return "is for results in a quantised format";
+  if (!call.quantized.stores()) return "is for results in a quantised format";
   const Parts<Call> p = parts(call, nullptr);
   std::string reason = refusal(p.inner, target);
   if (reason.empty()) reason = refusal(p.store, target);
@@ -144,11 +144,11 @@ std::vector<uint64_t> slots_of_parts(const Call&) {
   const uint64_t sizes = slots_where<Call>([](const std::string& name) { return name == "group_sizes"; });
   const uint64_t rows =
       slots_where<Call>([](const std::string& name) { return name == "result" || name == "activated"; });
-  const uint64_t stored = slots_where<Call>([](const std::string& name) {
+  const uint64_t quantized = slots_where<Call>([](const std::string& name) {
     const std::string prefix = "activated_";
     return has_slot<Quantize>(name.rfind(prefix, 0) == 0 ? name.substr(prefix.size()) : name);
   });
-  return {~stored | sizes, stored | rows | sizes};
+  return {~quantized | sizes, quantized | rows | sizes};
 }
 
 #if GROUPED_WITH_CUDA
@@ -169,14 +169,14 @@ void set_rest(const GroupedMatmulDact& call, Space* space, OnePass* p) {
   p->rest.result = call.result;
   p->rest.activated = call.activated;
   p->rest.row_sum = call.row_sum;
-  if (!call.stored_activated.stores()) return;
-  p->rest.store_activated = stored_rows(call.stored_activated, p->product.result, call.group_sizes);
+  if (!call.quantized_activated.stores()) return;
+  p->rest.store_activated = quantized_rows(call.quantized_activated, p->product.result, call.group_sizes);
   if (stores_activated(p->rest)) return;
   if (!call.activated.present()) {
     const TensorView& like = p->product.result;
     p->rest.activated = space->rows(like.dtype, like.dims[0], like.dims[1]);
   }
-  p->activated = stored_rows(call.stored_activated, p->rest.activated, call.group_sizes);
+  p->activated = quantized_rows(call.quantized_activated, p->rest.activated, call.group_sizes);
   p->rest.store_activated = Quantize{};
 }
 
@@ -205,7 +205,7 @@ bool has_pair(const GroupedMatmulDact&) { return false; }
 
 template <class Call>
 std::string refuses_one_pass(const Call& call, const Target& target) {
-  if (!call.stored.stores()) return "is for results in a quantised format";
+  if (!call.quantized.stores()) return "is for results in a quantised format";
   if (has_pair(call)) return "takes a weight in one array";
   const Choice<Call> plain = choose(parts(call, nullptr).inner, target, "");
   if (plain.kernel && plain.kernel->kind != Kind::composed) {
@@ -248,7 +248,7 @@ std::vector<uint64_t> slots_of_one_pass(const Call&) {
 
 }  // namespace
 
-#define GROUPED_STORED(Call, name, arch)             \
+#define GROUPED_QUANTIZED(Call, name, arch)          \
   const Kernel<Call> name = {#name,                  \
                              arch,                   \
                              Kind::special,          \
@@ -260,13 +260,13 @@ std::vector<uint64_t> slots_of_one_pass(const Call&) {
                              true,                   \
                              false,                  \
                              slots_of_parts<Call>};
-GROUPED_STORED(GroupedMatmulAct, grouped_matmul_act_stored_cpu, Arch::cpu)
-GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cpu, Arch::cpu)
+GROUPED_QUANTIZED(GroupedMatmulAct, grouped_matmul_act_quantized_cpu, Arch::cpu)
+GROUPED_QUANTIZED(GroupedMatmulDact, grouped_matmul_dact_quantized_cpu, Arch::cpu)
 #if GROUPED_WITH_CUDA
-GROUPED_STORED(GroupedMatmulAct, grouped_matmul_act_stored_cuda, Arch::cuda)
-GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cuda, Arch::cuda)
+GROUPED_QUANTIZED(GroupedMatmulAct, grouped_matmul_act_quantized_cuda, Arch::cuda)
+GROUPED_QUANTIZED(GroupedMatmulDact, grouped_matmul_dact_quantized_cuda, Arch::cuda)
 #endif
-#undef GROUPED_STORED
+#undef GROUPED_QUANTIZED
 
 #if GROUPED_WITH_CUDA
 #define GROUPED_ONE_PASS(Call, name, arch)                \
@@ -281,8 +281,8 @@ GROUPED_STORED(GroupedMatmulDact, grouped_matmul_dact_stored_cuda, Arch::cuda)
                              true,                        \
                              false,                       \
                              slots_of_one_pass<Call>};
-GROUPED_ONE_PASS(GroupedMatmulAct, grouped_matmul_act_stored_fp8_cuda, Arch::cuda)
-GROUPED_ONE_PASS(GroupedMatmulDact, grouped_matmul_dact_stored_fp8_cuda, Arch::cuda)
+GROUPED_ONE_PASS(GroupedMatmulAct, grouped_matmul_act_quantized_fp8_cuda, Arch::cuda)
+GROUPED_ONE_PASS(GroupedMatmulDact, grouped_matmul_dact_quantized_fp8_cuda, Arch::cuda)
 #undef GROUPED_ONE_PASS
 #endif
 

@@ -18,10 +18,10 @@ def once_differentiable(
         name: the operation's name in the message. sources: the tensors from which the gradients were computed.
     """
     apart = (None if each is None else each.detach().requires_grad_() for each in found)  # always a history
-    return _Once.apply(name, len(found), *apart, *sources)
+    return _OnceDifferentiable.apply(name, len(found), *apart, *sources)
 
 
-class _Once(torch.autograd.Function):
+class _OnceDifferentiable(torch.autograd.Function):
     """Passes gradients through and refuses to differentiate them."""
 
     @staticmethod
