@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,8 +60,7 @@ Accumulators = str | tuple[Tensor | Sequence[Tensor | None] | None, Tensor | Seq
 """The argument `wgrad_accum` of an MLP: "main_grad", or a pair of accumulators for the two weights."""
 
 
-@dataclass(slots=True, eq=False)
-class Arguments:
+class Arguments(NamedTuple):
     """The checked arguments of a linear operation, or of an MLP, which has two products.
 
     Attributes:
@@ -109,7 +108,7 @@ class Arguments:
         return found
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Checked:
     """The result of the checks of a call. It is cached, and all calls with the same facts and options share it.
 

@@ -244,8 +244,7 @@ class _FactorArguments:
                     for each, own, spec, name in named
                 ]
             )
-        arguments = dataclasses.replace(
-            self.base,
+        arguments = self.base._replace(
             weights=tuple(self.factors),
             leaves_of=tuple(self.factors),
             checked=checked,

@@ -31,7 +31,7 @@ empty_on_cpu: Callable[..., Tensor] = _dynamo.guards._empty_strided_cpu  # (shap
 empty_on_cuda: Callable[..., Tensor] = _dynamo.guards._empty_strided_cuda  # on the current device
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Places:
     """Addresses of tensors of one length. Equal addresses give one object, so that facts about it can be cached."""
 

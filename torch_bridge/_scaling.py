@@ -5,8 +5,8 @@ Letters: R roles (x, weight and dy of each product, in this order), G groups, L 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ X, WEIGHT, _ = range(len(scaling.ROLES))
 """Roles of a product's operands."""
 
 
-@dataclass(slots=True, eq=False)
-class Scaling:
+class Scaling(NamedTuple):
     """What is bound to one operation.
 
     Attributes:
