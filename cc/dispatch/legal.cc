@@ -38,54 +38,25 @@ constexpr Integers kPositive = {[](int64_t v) { return v >= 1 && v <= INT32_MAX;
 // Two forms take a stream each, numbered with 32 bits.
 constexpr Integers kStream = {[](int64_t v) { return v >= 0 && v < UINT32_MAX; }, "0 to 2^32 - 2"};
 
+// Of the parameters that are numbers. An integer without a row is a flag, the smallest set: no flag needs a row.
 constexpr struct {
   const char* name;
   const Integers* set;
 } kIntegers[] = {
-    {"contract_rows", &kFlag},
-    {"rhs_axis", &kAxis},
-    {"low_rhs_axis", &kAxis},
-    {"factor_axis", &kAxis},
-    {"scale_bias", &kFlag},
-    {"accumulate", &kFlag},
-    {"batch_invariant", &kFlag},
-    {"aligned_tables", &kFlag},
-    {"rows_hint", &kRowsOfGroup},
-    {"lhs_half", &kHalf},
-    {"rhs_half", &kHalf},
-    {"result_half", &kHalf},
-    {"lhs_block", &kBlock},
-    {"rhs_block", &kBlock},
-    {"rhs_block_outer", &kOuter},
-    {"segment", &kSegment},
-    {"transposed", &kFlag},
-    {"rows", &kCount},
-    {"zero_tail", &kFlag},
-    {"interleave", &kCount},
-    {"block", &kBlock},
-    {"block_outer", &kOuter},
-    {"pow2", &kFlag},
-    {"starts_at_one", &kFlag},
-    {"stochastic", &kFlag},
-    {"stream", &kStream},
-    {"rotate", &kFlag},
-    {"full_range", &kFlag},
-    {"cross", &kFlag},
-    {"iterations", &kIterations},
-    {"after_topk", &kFlag},
-    {"normalize", &kFlag},
-    {"num_groups", &kPositive},
-    {"topk_groups", &kPositive},
-    {"group_topk", &kPositive},
-    {"slots", &kPositive},
-    {"axis", &kAxis},
-    {"order", &kCount},
-    {"count", &kPositive},
-    {"num_experts", &kPositive},
-    {"capacity", &kPositive},
-    {"by_weight", &kFlag},
-    {"align", &kPositive},
-    {"ranks", &kPositive},
+    {"rhs_axis", &kAxis},         {"low_rhs_axis", &kAxis},
+    {"factor_axis", &kAxis},      {"rows_hint", &kRowsOfGroup},
+    {"lhs_half", &kHalf},         {"rhs_half", &kHalf},
+    {"result_half", &kHalf},      {"lhs_block", &kBlock},
+    {"rhs_block", &kBlock},       {"rhs_block_outer", &kOuter},
+    {"segment", &kSegment},       {"rows", &kCount},
+    {"interleave", &kCount},      {"block", &kBlock},
+    {"block_outer", &kOuter},     {"stream", &kStream},
+    {"iterations", &kIterations}, {"num_groups", &kPositive},
+    {"topk_groups", &kPositive},  {"group_topk", &kPositive},
+    {"slots", &kPositive},        {"axis", &kAxis},
+    {"order", &kCount},           {"count", &kPositive},
+    {"num_experts", &kPositive},  {"capacity", &kPositive},
+    {"align", &kPositive},        {"ranks", &kPositive},
 };
 
 struct Words {
@@ -109,14 +80,13 @@ const Words kWords[] = {
      }},
 };
 
-// The row of a table for a parameter; what is stored of activated rows has the parameters of what is stored.
+// The row of a table for a parameter, or null; what is stored of activated rows has the parameters of what is stored.
 template <class Row, size_t N>
-const Row& row_of(const Row (&rows)[N], std::string_view name) {
+const Row* row_of(const Row (&rows)[N], std::string_view name) {
   constexpr std::string_view kActivated = "activated_";
   if (name.substr(0, kActivated.size()) == kActivated) name.remove_prefix(kActivated.size());
   const Row* found = std::find_if(rows, rows + N, [&](const Row& row) { return row.name == name; });
-  GROUPED_CHECK(found != rows + N, "parameter `" + std::string(name) + "` has no row in cc/dispatch/legal.cc");
-  return *found;
+  return found != rows + N ? found : nullptr;
 }
 
 // The rows of a call's parameters, found once for each kind of call: XLA's edge asks at every run.
@@ -136,8 +106,15 @@ struct Rows {
   void output(Operand&&...) {}
   template <class... Operand>
   void optional_output(Operand&&...) {}
-  void param(const char* name, int64_t&) { rows.push_back({row_of(kIntegers, name).set, nullptr}); }
-  void param(const char* name, std::string&) { rows.push_back({nullptr, &row_of(kWords, name)}); }
+  void param(const char* name, int64_t&) {
+    const auto* row = row_of(kIntegers, name);
+    rows.push_back({row ? row->set : &kFlag, nullptr});
+  }
+  void param(const char* name, std::string&) {
+    const Words* row = row_of(kWords, name);
+    GROUPED_CHECK(row, "parameter `" + std::string(name) + "` has no row in cc/dispatch/legal.cc");
+    rows.push_back({nullptr, row});
+  }
   void param(const char*, float&) { rows.emplace_back(); }
 
   template <class Call>
