@@ -207,8 +207,8 @@ def test_cuda_ends_at_its_own_files():
 def test_kernels_are_named_after_their_files():
     """<call>_<format>[_<part>]_<arch>: file, registered name, test id and benchmark label are one string.
 
-    Kernels that compose others are all in cc/dispatch, whose compose.h, widen.h and quantized.h list them by name. A file
-    that holds several small kernels for one purpose has a name of the same form, which ends as theirs do.
+    Kernels that compose others are all in cc/dispatch, whose compose.h, widen.h and quantized.h list them by name. A
+    file that holds several small kernels for one purpose has a name of the same form, which ends as theirs do.
     """
     from grouped_core import _native
 

@@ -49,9 +49,7 @@ def total(
 
 
 @pytest.mark.rule("LYR-1", "LYR-3", "LYR-8")
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("extras", ["plain", "mask", "sequences", "replay"])
-@pytest.mark.parametrize("losses", [True, False], ids=["losses", "no losses"])
+@pytest.mark.matrix(name=tuple(OPTIONS), extras=("plain", "mask", "sequences", "replay"), losses=(True, False))
 def test_gradients_of_logits_are_finite_differences(name, extras, losses):
     coefficients = {"aux_coeff": 0.3, "z_coeff": 0.2} if losses else {}
     run, op = Oracle(exact=True), router_option(E, K, **coefficients, **OPTIONS[name])

@@ -239,6 +239,7 @@ def test_fp32_scales(lib, dtype, eps, power_of_two, overflow):
     asserts.bitwise(d, rounding.scale_inv(wanted))
 
 
+@pytest.mark.parametrize("lib", ["vectors"], indirect=True)  # 200 million values; test_fp32_scales has both builds
 @pytest.mark.parametrize("dtype", TYPES)
 def test_powers_of_two_are_those_of_a_division(lib, dtype):
     count = np.ones(1, np.int64)

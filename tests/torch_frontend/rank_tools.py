@@ -29,7 +29,7 @@ Check = Callable[[DeviceMesh], None]
 Checks = dict[str, Check]
 SKIPPED = "skipped: "
 """How the report of a check begins which the machine cannot run; every rank raises `unittest.SkipTest` then."""
-GRACE = 5.0
+GRACE = 2.0
 """Seconds that a rank has to report its failure after another one has failed, and then to end on request."""
 
 
