@@ -255,18 +255,18 @@ def nvfp4_block_errors(rows: Floats) -> Floats:
 
 
 def delayed_update(
-    history: Floats, scale: Floats, top: ArrayLike, *, most_recent: bool = False
+    history: Floats, scale: Floats, fp8_max: ArrayLike, *, most_recent: bool = False
 ) -> tuple[Floats, Floats]:
     """(history, scale) after a step of delayed scaling: history [L, ...], slot 0 is the current step; scale [...].
 
     Args:
-        top: the value that the amax is scaled to: the largest value of the type * 2^-margin.
+        fp8_max: the value that the amax is scaled to: the largest value of the type * 2^-margin.
     """
     newest = history[0]
     keep = (newest == 0) | ~np.isfinite(newest)
     peak = newest if most_recent else amax(history, axis=0)
     with np.errstate(all="ignore"):
-        fresh = np.minimum(_floats(top) / peak, FLOAT_MAX)
+        fresh = np.minimum(_floats(fp8_max) / peak, FLOAT_MAX)
     still, rolled = history.copy(), np.roll(history, -1, axis=0)
     rolled[-1] = newest
     still[0] = rolled[0] = 0

@@ -191,8 +191,8 @@ def test_gathered_rows(kernel, format, case, width, dtype, forms, slots):
 @pytest.mark.matrix(
     kernel=kernels("quantize"), dtype=NARROW, forms=FORMS, started=((), (1,), range(5)), starts_at_one=(False, True)
 )
-def test_gathered_rows_with_given_multipliers(kernel, dtype, forms, started, starts_at_one):
-    """Delayed scaling: groups without a multiplier take that of the rows that are gathered for them."""
+def test_gathered_rows_with_given_scales(kernel, dtype, forms, started, starts_at_one):
+    """Delayed scaling: groups without a scale take that of the rows that are gathered for them."""
     sizes, scale = np.array((7, 0, 130, 1, 340), np.int32), np.zeros(5, np.float32)
     scale[list(started)] = 0.5
     x, places = numbers((90, 1040), dtype), np.random.default_rng(8).permutation(720)[:500].astype(np.int32)
@@ -254,7 +254,7 @@ def test_long_lists(kernel, name, dtype):
     odd=(False, True),
     zeros=((), (1, 3)),
 )
-def test_listed_weights_with_given_multipliers(kernel, name, dtype, forms, odd, zeros):
+def test_listed_weights_with_given_scales(kernel, name, dtype, forms, odd, zeros):
     """Delayed scaling of a list, of which some members may not have started: amaxes are merged on the way."""
     w, run, format = numbers((5, 48, 264), dtype), Native(kernel), FORMATS[name].replace(delayed=True)
     _held, table = run.hold(list(w), unaligned=range(5) if odd else ())
@@ -285,7 +285,7 @@ def test_amaxes_are_merged(kernel, format, case, dtype):
     rows=(False, True),
     forms=FORMS,
 )
-def test_given_multipliers(kernel, name, dtype, rows, forms):
+def test_given_scales(kernel, name, dtype, rows, forms):
     """Delayed scaling: nothing is found; amaxes are merged on the way."""
     scale = np.array([0.5, 1.0, 3.0, 2.0**-100, 2.0**127], np.float32)
     case = cases.Case("five", (7, 0, 130, 1, 40), 190, 37, 1, frozenset())
@@ -304,8 +304,8 @@ def test_given_multipliers(kernel, name, dtype, rows, forms):
     zeros=((0,), (1,), (0, 2, 4), (0, 1, 2, 3, 4)),
     starts_at_one=(False, True),
 )
-def test_multipliers_that_have_not_started(kernel, name, dtype, rows, forms, width, zeros, starts_at_one):
-    """A multiplier of 0 is that of the group's own values, or 1; the others stay, and magnitudes are what they are."""
+def test_scales_that_have_not_started(kernel, name, dtype, rows, forms, width, zeros, starts_at_one):
+    """A scale of 0 is that of the group's own values, or 1; the others stay, and magnitudes are what they are."""
     scale = np.array([0.5, 1.0, 3.0, 2.0**-100, 2.0**127], np.float32)
     scale[list(zeros)] = 0
     case = cases.Case("five", (7, 0, 130, 1, 40), 190, width, 1, frozenset())
@@ -563,14 +563,14 @@ def test_steps_of_delayed_scaling(kernel, length, roles, groups, most_recent, re
     history[:, 0, : special.size] = special[:groups]
     history[:, -1, -1] = np.inf  # one that entered no window, in a window
     scale = np.full((roles, groups), 3, np.float32)
-    top = np.array([448, 57344, 56], np.float32)[:roles]
+    fp8_max = np.array([448, 57344, 56], np.float32)[:roles]
     call = calls.scale_update(spec_of(scale), spec_of(history), "most_recent" if most_recent else "max", reuse=reuse)
     run = Native(kernel)
     for _ in range(3):
         if reuse:  # in the same memory: operands and results are one
             call = dataclasses.replace(call, aliases=((0, 0), (1, 1), (3, 0), (4, 1)))
         into = {"into_new_scale": scale, "into_new_history": history} if reuse else {}
-        scale, history = run(call, call.arrange(scale=scale, history=history, top=top, **into))
+        scale, history = run(call, call.arrange(scale=scale, history=history, fp8_max=fp8_max, **into))
         history[:, 0] = np.abs(rng.standard_normal((roles, groups))) * (rng.random((roles, groups)) < 0.7)
 
 

@@ -132,7 +132,7 @@ def test_a_device_flag_turns_it_into_nothing(kernel, format, forms):
 
 
 @pytest.mark.parametrize("kernel", kernels("shard_cast"))
-def test_multipliers_that_are_given(kernel):
+def test_scales_that_are_given(kernel):
     w, format = numbers((3, 37, 53), "float32"), FORMATS["fp8_tensor"]
     scale = np.array([1, 2.5, 0], np.float32)
     owners = Ranks(kernel, w, [100, 2000])

@@ -87,7 +87,7 @@ def test_errors_are_those_of_the_formats(recipe):
     needs = present(given)
     exact = (ARRAYS.forward(given), *ARRAYS.gradients(given, dy, needs)[:4])
     bound = recipe.bind(key=np.array((3, 5), np.uint32))
-    if recipe.delayed:  # multipliers as a first step leaves them
+    if recipe.delayed:  # scales as a first step leaves them
         state = arrays.scaling_state(recipe, case.groups, products=2)
         ARRAYS.forward(given, recipe=recipe.bind(state))
         ARRAYS.gradients(given, dy, needs, recipe=recipe.bind(state))

@@ -127,7 +127,7 @@ def test_the_meta_device(recipe: Recipe, listed: bool) -> None:
 
 
 @pytest.mark.rule("CKP-1", "QNT-1")
-def test_plain_checkpoints_are_quantised_with_the_multipliers_that_they_hold() -> None:
+def test_plain_checkpoints_are_quantised_with_the_scales_that_they_hold() -> None:
     module, plain = layer(recipes.FP8Delayed), layer(recipes.FP8Delayed, quantized_weights=False)
     with torch.no_grad():
         plain.scaling_state.scale.fill_(4096)

@@ -65,7 +65,7 @@ def stepped(form: str, recipe: Any, options: Any) -> Any:
 @pytest.mark.rule("MLP-10")
 @by_saved
 @by_operation
-def test_backward_reads_the_multipliers_of_forward(form: str, options: Any, saved: str) -> None:
+def test_backward_reads_the_scales_of_forward(form: str, options: Any, saved: str) -> None:
     """Magnitudes go to the state as it is then."""
     found = []
     for early in (False, True):
@@ -86,7 +86,7 @@ def test_backward_reads_the_multipliers_of_forward(form: str, options: Any, save
 @pytest.mark.rule("MLP-10")
 @by_saved
 @pytest.mark.parametrize("policy", POLICIES)
-def test_parts_of_backward_read_the_multipliers_of_forward(policy: str, saved: str) -> None:
+def test_parts_of_backward_read_the_scales_of_forward(policy: str, saved: str) -> None:
     """Weight gradients too, however late they are computed."""
     found = []
     for early in ("", "dx", "dw"):
@@ -150,7 +150,7 @@ def test_hidden_rows_are_made_again_of_the_cached_codes(needs_x: bool, dgrad: An
     ],
     ids=str,
 )
-def test_compiled_passes_read_the_multipliers_of_forward(form: str, options: Any, saved: str) -> None:
+def test_compiled_passes_read_the_scales_of_forward(form: str, options: Any, saved: str) -> None:
     """Its compiler moves copies of what is at hand to backward, where the state may be another."""
     found = []
     for wrap in (eager, lambda one: compiled(one, backend="inductor")):
