@@ -135,14 +135,14 @@ def linear_forward(
         operand_spec(run, out),
     )
     recipe = op.resolve(x_spec, w_spec)
-    prepared = prepare_operands(run, op, x, w, group_sizes, extras, needs, has_scale=row_scale is not None)
+    read = formatted_operands(run, op, x, w, group_sizes, extras, needs, has_scale=row_scale is not None)
     saved = linear_saved(op, needs, bias is not None, row_scale is not None)
     y = product(
         run,
         op,
         recipe,
-        (prepared.x, 1),
-        (prepared.w, op.weight_axes()[0]),
+        (read.x, 1),
+        (read.w, op.weight_axes()[0]),
         group_sizes,
         result.dtype,
         bias=bias,
@@ -150,10 +150,10 @@ def linear_forward(
         into=out,
         low=low,
     )
-    return Forward(y, prepared.kept_x if saved.x else None, prepared.kept_w if saved.w else None, prepared.amax)
+    return Forward(y, read.kept_x if saved.x else None, read.kept_w if saved.w else None, read.amax)
 
 
-class Prepared(NamedTuple):
+class FormattedOperands(NamedTuple):
     """x and w in the formats that the forward product reads, and in those that backward reads, if it reads them."""
 
     x: Operand
@@ -163,7 +163,7 @@ class Prepared(NamedTuple):
     amax: Amaxes
 
 
-def prepare_operands(
+def formatted_operands(
     run: Runner,
     op: Linear,
     x: Operand,
@@ -173,7 +173,7 @@ def prepare_operands(
     needs: Needs,
     *,
     has_scale: bool = False,
-) -> Prepared:
+) -> FormattedOperands:
     """Returns x and w in the formats that forward and the gradients in `needs` read, from one pass per operand."""
     recipe = op.resolve(operand_spec(run, x), operand_spec(run, w))
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
@@ -185,7 +185,7 @@ def prepare_operands(
     rows = in_formats(run, x, x_forms, group_sizes, requantize=again, **of_x)
     weights = in_formats(run, w, w_forms, None, requantize=again, **of_w)
     kept = (rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else uncached(w))
-    return Prepared(rows.forms[0], weights.forms[0], *kept, Amaxes(rows.amax, weights.amax))
+    return FormattedOperands(rows.forms[0], weights.forms[0], *kept, Amaxes(rows.amax, weights.amax))
 
 
 def uncached(w: Operand) -> Operand:

@@ -65,7 +65,7 @@ class Layout:
 
 
 def _fc(first: str, *more: str) -> dict[str, tuple[Paths, ...]]:
-    """TransformerEngine's names as the given spellings, such as "{layer}.{kind}{{}}"."""
+    """TransformerEngine's names of the given patterns, such as "{layer}.{kind}{{}}"."""
     roles = {"wi": ("linear_fc1", "weight"), "wo": ("linear_fc2", "weight")}
     roles |= {"wi_bias": ("linear_fc1", "bias"), "wo_bias": ("linear_fc2", "bias")}
     return {

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from grouped_core import calls, gradients
 from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import Format, QTensor, wide
-from grouped_core.gradients import Amaxes, Needs, Prepared, Term, weight_grad
+from grouped_core.gradients import Amaxes, FormattedOperands, Needs, Term, weight_grad
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, MlpSpecs, check, kept, needs_dh, needs_dz, restrict
 from grouped_core.products import (
     Array,
@@ -205,7 +205,7 @@ def mlp(
     """
     check(op, *(operand_spec(run, each) for each in (x, wi, wo, group_sizes, probs, wi_bias, wo_bias, out)))
     keep = kept(op, needs, probs is not None, wi_bias is not None, wo_bias is not None)
-    first = prepare_first(run, op, x, wi, group_sizes, extras[0], needs)
+    first = formatted_first(run, op, x, wi, group_sizes, extras[0], needs)
     linear = op.fc2(wo_bias is not None and probs is not None)
     quantized = None if beside.reads_z else activated_forms(run, op, operand_spec(run, x), wo, extras[1], keep.z)
     how: dict[str, Any] = {"keep": keep.h, "quantized": quantized, "low": beside.first(x, group_sizes)}
@@ -262,9 +262,9 @@ def fused_within(op: Mlp, wanted: Sequence[tuple[int, Format]], **options: Any) 
     return within(wanted, **options)
 
 
-def prepare_first(
+def formatted_first(
     run: Runner, op: Mlp, x: Operand, wi: Operand, group_sizes: Array, extras: Extras, needs: MlpNeeds
-) -> Prepared:
+) -> FormattedOperands:
     """Returns x and wi in the formats of the first product; the policy `save_input` saves the inputs themselves.
 
     For a weight with forms cached by its layer, `save_input` saves those forms: the layer may replace them before
@@ -273,12 +273,12 @@ def prepare_first(
     again, cached = op.residuals.policy == "save_input", isinstance(wi, Cached)
     rows = needs.wi and not again and op.keeps_rows
     asked = Needs(needs.x and (cached or not again), rows, False, False)
-    prepared = gradients.prepare_operands(run, op.fc1(), x, wi, group_sizes, extras, asked)
+    read = gradients.formatted_operands(run, op.fc1(), x, wi, group_sizes, extras, asked)
     if again and isinstance(wi, Cached):
         recipe = op.fc1().resolve(operand_spec(run, x), operand_spec(run, wi))
         reads_source = recipe.forward[1].plain or (needs.x and recipe.dgrad[1].plain)
-        return prepared._replace(kept_w=wi if reads_source else wi.forms)
-    return prepared
+        return read._replace(kept_w=wi if reads_source else wi.forms)
+    return read
 
 
 @lru_cache(maxsize=1024)
@@ -533,9 +533,9 @@ def at_hidden(
     if (needs_dz(needs) and h is None) or (not needs_dz(needs) and needs.wo and z is None):
         # The fused call of forward runs again: it takes a weight in two arrays as well, and makes z along with h.
         again = extras[0]._replace(measure=False)  # forward found the amaxes
-        prepared = prepare_first(run, op, x, wi, group_sizes, again, NO_NEEDS)
+        read = formatted_first(run, op, x, wi, group_sizes, again, NO_NEEDS)
         how: dict[str, Any] = {"keep": needs_dz(needs), "low": beside.first(x, group_sizes)}
-        z, h, _ = hidden_rows(run, op, prepared.x, prepared.w, group_sizes, probs, wi_bias, **how)
+        z, h, _ = hidden_rows(run, op, read.x, read.w, group_sizes, probs, wi_bias, **how)
     dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []
     dy_forms += [(0, recipe.wgrad[1])] if needs.wo else []
     given, added = dy, beside.hidden(dy, group_sizes)

@@ -172,13 +172,13 @@ def fp32_scale(
 
 
 def scale_inv(e: ArrayLike) -> Floats:
-    """The decode scale (scale_inv) of a quantisation scale: one division."""
+    """The scale_inv of a quantisation scale, which is stored: one division."""
     with np.errstate(all="ignore"):
         return np.float32(1) / _floats(e)
 
 
 def e8m0_code(amax: ArrayLike, dtype: str) -> Codes:
-    """Rule 2.3: the code of a block's decode scale, rounded up."""
+    """Rule 2.3: the code of the scale_inv of a block, rounded up."""
     with np.errstate(all="ignore"):
         v = _floats(amax) * (np.float32(1) / TYPES[dtype].max)
     exponent, mantissa = _bits(v) >> np.uint32(23), _bits(v) & np.uint32(0x7FFFFF)
@@ -220,22 +220,24 @@ def nvfp4_block_scale_inv(amax: ArrayLike, group_scale: ArrayLike, stretch: floa
         return encode(np.float32(stretch) * b, "float8_e4m3fn")
 
 
-def nvfp4_block_scale(block_scale: ArrayLike, group_scale: ArrayLike) -> Floats:
-    """e_b of the code s_b under the decode scale d_g; NaN stays NaN."""
+def nvfp4_block_scale(block_scale_inv: ArrayLike, group_scale_inv: ArrayLike) -> Floats:
+    """e_b of the code s_b under the scale_inv d_g of the group; NaN stays NaN."""
     with np.errstate(all="ignore"):
-        e = np.float32(1) / (decode(block_scale, "float8_e4m3fn") * _floats(group_scale))
+        e = np.float32(1) / (decode(block_scale_inv, "float8_e4m3fn") * _floats(group_scale_inv))
     return np.minimum(e, FLOAT_MAX)  # numpy's minimum keeps NaN
 
 
-def nvfp4_values(codes: ArrayLike, block_scale: ArrayLike, group_scale: ArrayLike) -> Floats:
+def nvfp4_values(codes: ArrayLike, block_scale_inv: ArrayLike, group_scale_inv: ArrayLike) -> Floats:
     """(q s_b) d_g; the first product is exact."""
     with np.errstate(all="ignore"):
-        return decode(codes, "float4_e2m1fn") * decode(block_scale, "float8_e4m3fn") * _floats(group_scale)
+        return decode(codes, "float4_e2m1fn") * decode(block_scale_inv, "float8_e4m3fn") * _floats(group_scale_inv)
 
 
-def nvfp4_row_errors(x: Floats, block_scale: ArrayLike, group_scale: ArrayLike, squares: bool = False) -> Floats:
+def nvfp4_row_errors(
+    x: Floats, block_scale_inv: ArrayLike, group_scale_inv: ArrayLike, squares: bool = False
+) -> Floats:
     """4over6: [..., C] values of one row of a block -> [...], the cost of a scale, summed left to right."""
-    s, d = np.asarray(block_scale)[..., None], _floats(group_scale)[..., None]
+    s, d = np.asarray(block_scale_inv)[..., None], _floats(group_scale_inv)[..., None]
     with np.errstate(all="ignore"):
         codes = encode(x * nvfp4_block_scale(s, d), "float4_e2m1fn")
         error = nvfp4_values(codes, s, d) - x

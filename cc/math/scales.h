@@ -1,5 +1,5 @@
-// From the largest magnitude of a group or block to its scales: one function for each rule of numerics 2. A stored
-// scale is always a decode scale d, value = code * d; values are multiplied by the encode scale e before the cast.
+// From the largest magnitude of a group or block to its scales: one function for each rule of numerics 2. Values are
+// multiplied by the scale e before the cast; what is stored is always its inverse d, scale_inv: value = code * d.
 #pragma once
 
 #include "cc/math/narrow.h"
@@ -102,24 +102,24 @@ GROUPED_HOST_DEVICE static inline uint8_t nvfp4_block_scale_inv(float amax, floa
 }
 
 // e_b. A NaN scale gives NaN, so that every code of the block is NaN's.
-GROUPED_HOST_DEVICE static inline float nvfp4_block_scale(uint8_t block_scale, float group_scale) {
-  return at_most_float_max(fl_div(1.0f, fl_mul(decode<E4M3>(block_scale), group_scale)));
+GROUPED_HOST_DEVICE static inline float nvfp4_block_scale(uint8_t block_scale_inv, float group_scale_inv) {
+  return at_most_float_max(fl_div(1.0f, fl_mul(decode<E4M3>(block_scale_inv), group_scale_inv)));
 }
 
 // The value of a code: the first product is exact.
-GROUPED_HOST_DEVICE static inline float nvfp4_value(uint8_t code, uint8_t block_scale, float group_scale) {
-  return fl_mul(fl_mul(decode<E2M1>(code), decode<E4M3>(block_scale)), group_scale);
+GROUPED_HOST_DEVICE static inline float nvfp4_value(uint8_t code, uint8_t block_scale_inv, float group_scale_inv) {
+  return fl_mul(fl_mul(decode<E2M1>(code), decode<E4M3>(block_scale_inv)), group_scale_inv);
 }
 
 // 4over6: what a candidate scale costs `count` values of one row of a block, `step` apart, summed left to right. The
 // candidate with the smaller sum is kept, the first if they are equal (or NaN).
 GROUPED_HOST_DEVICE static inline float nvfp4_row_error(const float* values, int64_t step, int count,
-                                                        uint8_t block_scale, float group_scale, bool squares) {
-  const float e = nvfp4_block_scale(block_scale, group_scale);
+                                                        uint8_t block_scale_inv, float group_scale_inv, bool squares) {
+  const float e = nvfp4_block_scale(block_scale_inv, group_scale_inv);
   float sum = 0.0f;
   for (int i = 0; i < count; ++i) {
     const float x = values[i * step];
-    const float error = fl_sub(nvfp4_value(encode<E2M1>(fl_mul(x, e)), block_scale, group_scale), x);
+    const float error = fl_sub(nvfp4_value(encode<E2M1>(fl_mul(x, e)), block_scale_inv, group_scale_inv), x);
     sum = fl_add(sum, squares ? fl_mul(error, error) : bits_float(magnitude_bits(error)));
   }
   return sum;
@@ -141,13 +141,13 @@ GROUPED_HOST_DEVICE static inline bool delayed_keeps(float newest) {
   return newest == 0.0f || (float_bits(newest) & kInfinityBits) == kInfinityBits;
 }
 
-// The new encode scale. `peak` are the bits of the largest magnitude; `max` is the type's largest value * 2^-margin.
+// The new scale. `peak` are the bits of the largest magnitude; `max` is the type's largest value * 2^-margin.
 GROUPED_HOST_DEVICE static inline float delayed_scale(uint32_t peak, float max) {
   return at_most_float_max(fl_div(max, bits_float(peak)));
 }
 
 // The step of one (role, group): from history in[0 .. length), elements `stride` apart, slot 0 live, to `out`, which
-// may be `in`, and the new encode scale.
+// may be `in`, and the new scale.
 GROUPED_HOST_DEVICE static inline float delayed_update(const float* in, float* out, int64_t length, int64_t stride,
                                                        float scale, float max, bool most_recent) {
   const float newest = in[0];
