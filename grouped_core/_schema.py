@@ -349,7 +349,7 @@ CALLS: dict[str, tuple[dict[str, str], dict[str, str], dict[str, int | float | s
         {
             "scale": "[R, G] float32",
             "history": "[R, L, G] float32",
-            "fp8_max": "[R] float32",
+            "top": "[R] float32",
             "into_new_scale": "optional as new_scale",
             "into_new_history": "optional as new_history",
         },

@@ -796,7 +796,7 @@ def dequantize(q: QuantizedSpec, group_sizes: ArraySpec | None, result_dtype: st
 @lru_cache(maxsize=64)
 def scale_update(scale: ArraySpec, history: ArraySpec, algorithm: str, *, reuse: bool = False) -> Call:
     """Scales [R, G] and amax history [R, L, G] of R operand roles after one step of delayed scaling."""
-    operands: dict[str, Given] = {"scale": scale, "history": history, "fp8_max": True}
+    operands: dict[str, Given] = {"scale": scale, "history": history, "top": True}
     operands |= {"into_new_scale": reuse, "into_new_history": reuse}
     return new_call("scale_update", operands, params={"algorithm": algorithm})
 

@@ -270,7 +270,7 @@ def _dequantize(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, en
 
 def _scale_update(call: Call, o: Arrays, p: Mapping[str, Any], results: Arrays, ends: Any) -> None:
     most_recent = p["algorithm"] == "most_recent"
-    for role, fp8_max in enumerate(o["fp8_max"]):
+    for role, fp8_max in enumerate(o["top"]):
         history, scale = rounding.delayed_update(o["history"][role], o["scale"][role], fp8_max, most_recent=most_recent)
         results["new_history"][role], results["new_scale"][role] = history, scale
 

@@ -108,7 +108,7 @@ def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> Sca
         reuse: whether the new state is written over the old one.
     """
     call = calls.scale_update(run.spec(state.scale), run.spec(state.history), state.algorithm, reuse=reuse)
-    named = {"scale": state.scale, "history": state.history, "fp8_max": state.top}
+    named = {"scale": state.scale, "history": state.history, "top": state.top}
     if reuse:
         named |= {"into_new_scale": state.scale, "into_new_history": state.history}
     arrays = call.arrange(**named)

@@ -728,7 +728,7 @@ struct ScaleUpdate {
   static constexpr const char* kName = "scale_update";
   TensorView scale;           // those before
   TensorView history;         // amaxes, slot 0 the newest
-  TensorView fp8_max;         // the largest value * 2^-margin of each role
+  TensorView top;             // the largest value * 2^-margin of each role
   TensorView into_new_scale;  // the caller's buffers, each the memory of the result of that name
   TensorView into_new_history, new_scale, new_history;
   std::string algorithm = "max";  // over the history: max, most_recent
@@ -737,7 +737,7 @@ struct ScaleUpdate {
   void visit(Visitor&& v) {
     v.input("scale", scale, "[R, G] float32");
     v.input("history", history, "[R, L, G] float32");
-    v.input("fp8_max", fp8_max, "[R] float32");
+    v.input("top", top, "[R] float32");
     v.optional("into_new_scale", into_new_scale, "as new_scale");
     v.optional("into_new_history", into_new_history, "as new_history");
     v.output("new_scale", new_scale, "[R, G] float32");

@@ -16,7 +16,7 @@ void launch(const ScaleUpdate& call, const Context&) {
       const int64_t first = role * length * groups + g, at = role * groups + g;
       call.new_scale.as<float>()[at] =
           delayed_update(call.history.as<const float>() + first, call.new_history.as<float>() + first, length, groups,
-                         call.scale.as<const float>()[at], call.fp8_max.as<const float>()[role], most_recent);
+                         call.scale.as<const float>()[at], call.top.as<const float>()[role], most_recent);
     }
   }
 }

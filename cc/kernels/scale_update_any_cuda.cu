@@ -22,7 +22,7 @@ constexpr int kHeld = 8;
 struct Problem {
   const float* scale;
   const float* history;
-  const float* fp8_max;
+  const float* top;
   float* new_scale;
   float* new_history;
   int64_t groups, length;
@@ -63,12 +63,12 @@ __global__ void __launch_bounds__(kThreads) update_scales(const Problem p) {
   out[0] = 0.0f;
   if (!keep && p.length > 1) out[(p.length - 1) * p.groups] = newest;
   const int64_t at = role * p.groups + group;
-  p.new_scale[at] = keep ? p.scale[at] : delayed_scale(peak, p.fp8_max[role]);
+  p.new_scale[at] = keep ? p.scale[at] : delayed_scale(peak, p.top[role]);
 }
 
 void launch(const ScaleUpdate& call, const Context& context) {
   const Problem p = {
-      call.scale.as<const float>(), call.history.as<const float>(),  call.fp8_max.as<const float>(),
+      call.scale.as<const float>(), call.history.as<const float>(),  call.top.as<const float>(),
       call.new_scale.as<float>(),   call.new_history.as<float>(),    call.scale.dims[1],
       call.history.dims[1],         call.algorithm == "most_recent",
   };

@@ -570,7 +570,7 @@ def test_steps_of_delayed_scaling(kernel, length, roles, groups, most_recent, re
         if reuse:  # in the same memory: operands and results are one
             call = dataclasses.replace(call, aliases=((0, 0), (1, 1), (3, 0), (4, 1)))
         into = {"into_new_scale": scale, "into_new_history": history} if reuse else {}
-        scale, history = run(call, call.arrange(scale=scale, history=history, fp8_max=fp8_max, **into))
+        scale, history = run(call, call.arrange(scale=scale, history=history, top=fp8_max, **into))
         history[:, 0] = np.abs(rng.standard_normal((roles, groups))) * (rng.random((roles, groups)) < 0.7)
 
 
