@@ -102,7 +102,7 @@ format: $(VENV)/.packages
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 types: native $(VENV)/.packages
-	$(BIN)/basedpyright
+	$(BIN)/pyrefly check
 
 test: lint types
 	$(PYTHON) -m pytest -n $(WORKERS) $(ARGS)

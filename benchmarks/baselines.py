@@ -357,8 +357,8 @@ def quack_gemm(work: Work, adds: bool = False) -> Thunk:
 
     With `adds`, a weight gradient is added in place to float32.
     """
-    from quack.gemm_config import GemmConfig  # type: ignore[import-not-found]
-    from quack.gemm_interface import gemm_tuned  # type: ignore[import-not-found]
+    from quack.gemm_config import GemmConfig
+    from quack.gemm_interface import gemm_tuned
 
     if adds and work.product != "wgrad":
         raise MissingError("only weight gradients accumulate")
@@ -411,7 +411,7 @@ def result_of(thunk: Thunk, result: Any) -> Any:
 
 def deep_gemm(work: Work) -> Thunk:
     """DeepGEMM: groups are padded to its alignment before timing; weight gradients are added in float32."""
-    import deep_gemm as peer  # type: ignore[import-not-found]
+    import deep_gemm as peer
 
     if work.dtype != "bfloat16":
         raise MissingError("takes bfloat16")
@@ -454,7 +454,7 @@ MOST_MASKED_ROWS = 512
 
 def deep_gemm_masked(work: Work) -> Thunk:
     """DeepGEMM's product for decoding, forward: each group has a buffer of its own, which is filled before timing."""
-    import deep_gemm as peer  # type: ignore[import-not-found]
+    import deep_gemm as peer
 
     if work.dtype != "bfloat16" or work.product != "forward":
         raise MissingError("takes bfloat16, forward")
@@ -483,7 +483,7 @@ def deep_gemm_masked(work: Work) -> Thunk:
 
 def sonic_moe(work: Work) -> Thunk:
     """SonicMoE has no separate GEMMs to measure."""
-    import sonicmoe  # type: ignore[import-not-found]  # noqa: F401
+    import sonicmoe  # noqa: F401
 
     raise MissingError("offers whole layers; its plain products are QuACK's gemm")
 

@@ -98,7 +98,7 @@ def dense(work: Work) -> harness.Thunk:
     else:
         lhs, rhs = codes(case.rows, work.depth), codes(work.width, work.depth)
     of_rows, of_columns = scales(lhs.shape[0], 1), scales(1, rhs.shape[0])
-    return lambda i: torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+    return lambda i: torch._scaled_mm(
         lhs, rhs.T, scale_a=of_rows, scale_b=of_columns, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
@@ -198,7 +198,7 @@ def deep_gemm(work: Work) -> harness.Thunk:
     Before timing, groups are padded to 128 rows, and scales get the layout that its kernels read. For weight gradients
     it wants the sizes on the host.
     """
-    import deep_gemm as peer  # type: ignore[import-not-found]
+    import deep_gemm as peer
 
     case, laid_out = work.case, peer.get_mn_major_tma_aligned_tensor
     padded = [-(-size // 128) * 128 for size in case.sizes]

@@ -78,7 +78,7 @@ def _gpu_clock(thunk: harness.Thunk, index: int, sets: int) -> float:
 
 def _error(result: object, wanted: torch.Tensor, name: str) -> float:
     """Relative Frobenius distance from the float64 result; weight gradients [G, N, K] are compared as [G, K, N]."""
-    got = result if isinstance(result, torch.Tensor) else torch.from_dlpack(result)  # type: ignore[arg-type]
+    got = result if isinstance(result, torch.Tensor) else torch.from_dlpack(result)
     got = got.double().to(wanted.device)
     if got.dim() == 3 and name in baselines.TRANSPOSED:
         got = got.transpose(1, 2)

@@ -185,8 +185,8 @@ def tune_sonic() -> None:
     """QuACK's tuners, which SonicMoE uses, time each of `SONIC_TILES` for longer. By themselves they compile all tiles,
     a minute each, and time one for 25 ms alone, which misses the best by up to a tenth.
     """
-    from quack import gemm_interface  # type: ignore[import-not-found]
-    from triton.testing import do_bench  # type: ignore[import-not-found]
+    from quack import gemm_interface
+    from triton.testing import do_bench
 
     def restrict(tuner: Any, kind_of: Callable[[dict[str, Any]], str]) -> None:
         valid = tuner.early_config_prune
@@ -211,8 +211,8 @@ def sonic_moe(work: Work) -> dict[str, harness.Thunk]:
     """SonicMoE's layer, with its tiles scanned; parameters are its own."""
     if work.x.device.type == "cpu":
         raise MissingError("sonicmoe needs a GPU")
-    from sonicmoe import KernelBackendMoE, MoE  # type: ignore[import-not-found]
-    from sonicmoe.enums import ActivationType  # type: ignore[import-not-found]
+    from sonicmoe import KernelBackendMoE, MoE
+    from sonicmoe.enums import ActivationType
 
     tune_sonic()
     layer = work.layer

@@ -28,10 +28,6 @@ class Reader(Protocol):
     notes: Recorded | None
     where: str
 
-    def read(self, key: str) -> Any:
-        """The values of one tensor."""
-        ...
-
 
 @dataclass
 class Files:

@@ -38,7 +38,7 @@ def debug_flags() -> frozenset[str]:
     return _NO_FLAGS if value is None else _parse_flags(value)
 
 
-_environment: dict[Any, Any] = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
+_environment: dict[Any, Any] = os.environ._data  # pyrefly: ignore[missing-attribute]
 _VARIABLE = os.environ.encodekey("GROUPED_DEBUG")
 _NO_FLAGS: frozenset[str] = frozenset()
 

@@ -24,6 +24,6 @@ def hashed_once(cls: _Class) -> _Class:
     def state_of(self: Any) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
-    cls.__hash__ = hash_of  # pyright: ignore[reportAttributeAccessIssue]
-    cls.__getstate__ = state_of  # pyright: ignore[reportAttributeAccessIssue]
+    cls.__hash__ = hash_of  # pyrefly: ignore[bad-assignment]
+    cls.__getstate__ = state_of  # pyrefly: ignore[bad-assignment]
     return cls

@@ -316,7 +316,7 @@ def forward(
     beside = Adapted(run, op, adapters, factors, key)
     found = rule(run, op, *operands, needs=base_needs(adapters, needs), extras=extras, beside=beside)
     keep = kept(op, adapters, needs, probs, *[each is not None for each in of_bias])
-    if op.keeps_rows and not keep.base.x:
+    if isinstance(found, mlp.Forward) and not keep.base.x:
         found = found._replace(x=None)
     u_wi, u_wo = beside.u
     return Forward(found, u_wi if keep.u_wi else None, u_wo if keep.u_wo else None)

@@ -464,7 +464,7 @@ def _split_at(shape: tuple[int, ...], axis: int) -> tuple[int, int]:
 def _split_parts(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     source, order = np.asarray(o["source"]), str(p["order"])
     left = source.reshape(_split_at(source.shape, p["axis"]))
-    parts = {}
+    parts: dict[str, NDArray[Any]] = {}
     for number in "123":
         if source.dtype == np.float64:  # nothing is rounded: the first part is all
             parts[number], left = left, np.zeros_like(left)

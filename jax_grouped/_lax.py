@@ -49,7 +49,7 @@ def ragged_dot_as_lax(
     else:
         common, wide = _common(*dtypes), _result(*dtypes)
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        precision = jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
     if common is not None:
         lhs, rhs = (jax.lax.convert_element_type(operand, common) for operand in (lhs, rhs))
     return ragged_dot(

@@ -143,7 +143,7 @@ def prepare(
         master_dtypes=(masters[0], masters[1]),
         rows_hint=rows_hint,
         implementation=linear_spec.implementation_names(implementation),
-        clear_residuals=bool(jax.config.jax_debug_nans),  # pyright: ignore[reportAttributeAccessIssue]
+        clear_residuals=bool(jax.config.jax_debug_nans),  # pyrefly: ignore[missing-attribute]
         paired=paired,
         keeps_rows=not of_tokens,
         max_rows=routing_spec.max_rows_option(max_rows),

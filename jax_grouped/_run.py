@@ -127,7 +127,7 @@ def _compiled(*operands: jax.Array, call: Call) -> list[jax.Array]:
 @call_p.def_impl
 def _run_now(*operands: jax.Array, call: Call) -> list[jax.Array]:
     check_whole(call, operands)
-    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue] -- compiling is the only way to run it
+    if jax.config.jax_disable_jit:  # pyrefly: ignore[missing-attribute] -- compiling is the only way to run it
         with jax.disable_jit(False):
             return _compiled(*operands, call=call)
     return _compiled(*operands, call=call)

@@ -109,7 +109,6 @@ def load(
     formats = {key: formats_of(q) for key, q in quantised.items()}
     optional = frozenset(key for key in entries if _STATE.fullmatch(key))
     model = Model(LAYOUTS[_LAYOUT], entries, whole.activations, optional, formats)
-    reader: Any
     if _is_orbax(path):
         from jax_grouped import _orbax
 

@@ -221,6 +221,7 @@ class Expected:
         if any(_is_tf32(each, kernel, mode) for each in operands):
             error = error + TF32_STEP * _size_of_operands(call, arrays, terms)
         (spec,) = call.outputs
+        assert spec is not None
         error = error + half_ulp(np.abs(value) + error, spec.dtype)
         return (Bounded(value, np.where(written, error, 0.0), spec.dtype),)
 
@@ -245,13 +246,15 @@ class Expected:
 
 def _of_low_rank(call: Call, arrays: Sequence[Any], kernel: str) -> tuple[Bounded, ...]:
     """The gradients of a low-rank product: two products, with the bounds of products."""
-    o, specs = (dict(zip(SLOTS[call.name], each, strict=True)) for each in (arrays, call.inputs))
+    o: dict[str, Any] = dict(zip(SLOTS[call.name], arrays, strict=True))
+    specs: dict[str, Any] = dict(zip(SLOTS[call.name], call.inputs, strict=True))
     axis = dict(call.params)["factor_axis"]
     recipe = plain(specs["rows"].dtype).replace(fp32=dict(call.params)["fp32_mode"])
     run, found = Expected({"grouped_matmul": kernel}), []
     of_factor = ("rows", "low_rows") if axis == 1 else ("low_rows", "rows")
     pairs = ((("rows", "factor"), (1, axis)), (of_factor, (0, 0)))
     for ((lhs, rhs), axes), result in zip(pairs, call.outputs, strict=True):
+        assert result is not None
         product = grouped_matmul(specs[lhs], specs[rhs], axes, specs["group_sizes"], result.dtype, recipe=recipe)
         found += run(product, product.arrange(lhs=o[lhs], rhs=o[rhs], group_sizes=o["group_sizes"]))
     return tuple(found)
@@ -299,6 +302,7 @@ def _work(call: Call, arrays: Sequence[Any]) -> tuple[Any, int, NDArray[np.bool_
     operands = dict(zip(SLOTS[call.name], arrays, strict=True))
     params = dict(call.params)
     (spec,) = call.outputs
+    assert spec is not None
     sizes = np.asarray(operands["group_sizes"])
     by_group = call.name == "group_sum" or bool(params.get("contract_rows", 0))
     if by_group:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_bridge import _autocast, _codec, main_grad
 from torch_bridge._autograd import Operation, Owners, differentiable
-from torch_bridge._compiling import is_compiling
+from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._gradients import Owner, check_listed_once, names_of
 from torch_bridge._symbols import MOST_SYMBOLS, settle_rows
 from torch_bridge._tensors import master_of, members
@@ -73,7 +73,7 @@ _REASON = "delayed weight gradients, flags of main_grad and weight caches are st
 _outside: Any = torch.compiler.disable(run, reason=_REASON)
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def _node(name: str, *arguments: Any) -> Tensor:
     """Runs `run` as one node of a graph; `arguments` up to `implementation` come from `_codec.to_tuples`."""
     *given, out, grad_input, replaced = arguments

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from grouped_core.linear_spec import Names
@@ -100,9 +100,7 @@ def device_integers(values: Sequence[int], dtype: torch.dtype, device: torch.dev
     # NOTE: a foreach operation carries its scalars as kernel arguments, in chunks; a copy would read host memory.
     result = torch.zeros(len(values), dtype=dtype, device=device)
     if values:
-        torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
-            list(result.unbind()), list(values)
-        )
+        torch._foreach_add_(list(result.unbind()), list(values))
     return result
 
 

@@ -19,7 +19,7 @@ from grouped_core import exchange, routed, routing
 from grouped_core.exchange import Exchange
 from grouped_core.formats import Format
 from torch_bridge import _codec, _routing, _symmetric
-from torch_bridge._compiling import is_compiling
+from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, differentiate_once, permute_backward, save
 from torch_bridge._symbols import MOST_SYMBOLS, settle_rows
@@ -126,7 +126,7 @@ def send(op: Exchange, x: Tensor, experts: Tensor, probs: Tensor, codes: Format 
     return Sent(*_send(facts, x, experts, probs))
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def _send_node(facts: Any, x: Tensor, experts: Tensor, probs: Tensor) -> tuple[Any, ...]:
     """`_send` as one node of a graph of torch.compile; `facts` come from `_codec.to_tuples`."""
     static = _codec.from_tuples(facts)
@@ -176,7 +176,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         """Returns the gradients of forward's arguments."""
-        upstream = Sent(*grad_outputs)  # pyright: ignore[reportArgumentType]
+        upstream = Sent(*grad_outputs)  # pyrefly: ignore[bad-argument-type]
         d_probs = None if upstream.probs is None else upstream.probs.reshape(-1)
         return differentiate_once("dispatch", ctx, (upstream.rows, d_probs), permute_backward)
 
@@ -373,7 +373,7 @@ def sums(rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
     return (_sums_node if is_compiling() else _sums)(rows, source, inverse)
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def _sums_node(rows: Tensor, source: Tensor, inverse: Tensor) -> Tensor:
     """`sums` as one node of a graph of torch.compile."""
     settle_rows(inverse)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core.calls import Call, spec_in_format
+from grouped_core.calls import ArraySpec, Call, spec_in_format
 from torch_bridge._cache import Cache
 from torch_bridge._record import Recording, Rule, given_of, record
 from torch_bridge._symbols import SYMBOLIC_ROWS, is_symbol, multiple
@@ -46,9 +46,7 @@ def fake(rule: Rule, static: Hashable, layouts: tuple[Layout, ...], leaves: Sequ
         for length in found:
             torch._check(length == rows)
     count = _number(rows, symbol)
-    shapes = [each and tuple([_number(length, symbol) for length in each.spec.shape]) for each in given]
-    pairs = zip(given, shapes, strict=True)
-    specs = tuple([each and each._replace(spec=each.spec._replace(shape=shape)) for each, shape in pairs])
+    specs = tuple([each and each._replace(spec=_in_numbers(each.spec, symbol)) for each in given])
     key = (rule.name, static, layouts, specs, count)
     recording = _recordings.get(key)
     if recording is None:
@@ -77,6 +75,10 @@ def _number(length: Any, symbol: Any) -> int:
     if symbol is None or not isinstance(length, torch.SymInt) or length.node.expr.free_symbols != {symbol.node.expr}:
         return int(length)
     return int(length.node.expr.subs(symbol.node.expr, SYMBOLIC_ROWS))
+
+
+def _in_numbers(spec: ArraySpec, symbol: Any) -> ArraySpec:
+    return spec._replace(shape=tuple([_number(length, symbol) for length in spec.shape]))
 
 
 def new_tensors(found: Fake, leaves: Sequence[Leaf], groups: Any) -> dict[int, Tensor]:

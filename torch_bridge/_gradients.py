@@ -105,9 +105,10 @@ class WeightGradient:
         into: Any
         into, into_up = (*destinations, None)[:2]
         if not packed and not self.op.paired:  # frozen members of a list have no destination
-            into, into_up = [None] * count, None
+            each: list[Tensor | None] = [None] * count
             for at, destination in zip(trained, destinations, strict=True):
-                into[at] = destination
+                each[at] = destination
+            into, into_up = each, None
         self.launch(self._halves(trained), accumulate, into, into_up)
 
     def _halves(self, trained: Sequence[int]) -> tuple[int, ...]:

@@ -8,10 +8,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _dynamo  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C import _dynamo
 
 from grouped_core import _native, memory
 from torch_bridge._checks import device_integers
@@ -27,8 +28,9 @@ FactsCache = _native.FactsCache
 # graphs allocate with the same functions. A CPU-only PyTorch lacks the first two.
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-empty_on_cpu: Callable[..., Tensor] = _dynamo.guards._empty_strided_cpu  # (shape, strides, dtype) -> new tensor
-empty_on_cuda: Callable[..., Tensor] = _dynamo.guards._empty_strided_cuda  # on the current device
+_guards: Any = _dynamo.guards  # its stubs lack these functions
+empty_on_cpu: Callable[..., Tensor] = _guards._empty_strided_cpu  # (shape, strides, dtype) -> new tensor
+empty_on_cuda: Callable[..., Tensor] = _guards._empty_strided_cuda  # on the current device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

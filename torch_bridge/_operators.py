@@ -133,7 +133,7 @@ def call_prepared(prepared: Prepared, operands: tuple[Any, ...] | list[tuple[Any
 
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
+_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled  # pyrefly: ignore[implicit-import]
 
 
 def _taken(

@@ -14,7 +14,7 @@ from torch import Tensor
 from grouped_core import quantizing, scaling
 from grouped_core.formats import Format, QTensor
 from grouped_core.scaling import ScalingState
-from torch_bridge._compiling import is_compiling
+from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._tensors import forms_of
 
@@ -142,7 +142,7 @@ def _updated(scale: Tensor, history: Tensor, fp8_max: Tensor, algorithm: str) ->
     return scale
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def _update_node(*arguments: Any) -> Tensor:
     """Runs `_updated` as one node of a graph; a node must have a result."""
     return _updated(*arguments)

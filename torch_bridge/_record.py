@@ -273,7 +273,7 @@ def results_of(outputs: Sequence[Output], leaves: Sequence[Leaf], made: Any) -> 
     Args:
         leaves: the leaves of the operands. made: the new tensors by register.
     """
-    results = []
+    results: list[Any] = []
     for layout, places in outputs:
         parts = [made[at] if at >= 0 else None if at == -1 else leaves[-2 - at] for at in places]
         results.append(parts[0] if layout is None else Flat(layout, tuple(parts)))
@@ -438,7 +438,7 @@ def _parts_from_the_last(plan: _native.Plan, addresses: list[int]) -> list[tuple
     if not parts:
         every = range(len(addresses) - 1)
         return [(-1, every, every)]
-    found = []
+    found: list[tuple[int, Sequence[int], Sequence[int]]] = []
     for number, slots in enumerate(parts):
         earlier = [slot for part in parts[:number] for slot in part]
         found.append((number, slots, [slot for slot in slots if slot not in earlier]))

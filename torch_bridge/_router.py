@@ -16,7 +16,7 @@ from grouped_core.formats import WIDE
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.ranks import check_rank
 from torch_bridge._checks import check_operand, refuse_transforms
-from torch_bridge._compiling import is_compiling
+from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, differentiate_once, save
 from torch_bridge._symbols import settle_rows
@@ -38,7 +38,7 @@ def router_logits(x: Tensor, router: Tensor) -> Tensor:
     return _node(x, router) if is_compiling() else _logits(x, router)
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def _node(x: Tensor, router: Tensor) -> Tensor:
     settle_rows(x)
     return _logits(x, router)

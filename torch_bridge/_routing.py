@@ -227,7 +227,7 @@ class _Router(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> Gradients:
         """Returns the gradients of forward's arguments; only the logits have one."""
-        upstream = Routed(*grad_outputs)  # pyright: ignore[reportArgumentType]
+        upstream = Routed(*grad_outputs)  # pyrefly: ignore[bad-argument-type]
         return differentiate_once(
             "topk_router", ctx, (upstream.weights, upstream.aux_loss, upstream.z_loss), _router_backward
         )

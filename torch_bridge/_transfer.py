@@ -72,7 +72,7 @@ class Pinned:
         memory = memory.view(torch.uint8)
         if not captured:
             self._free[memory.nbytes].append(memory)
-        elif scope is not None and scope is self.scope:
+        elif self.scope is not None and scope is self.scope:
             scope[memory.nbytes].append(memory)
 
 

@@ -14,7 +14,7 @@ from grouped_core import scaled_activation
 from grouped_core.activations import Activation, resolve
 from torch_bridge import _codec, _saved
 from torch_bridge._checks import check_operand, refuse_transforms
-from torch_bridge._compiling import is_compiling
+from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._once_differentiable import once_differentiable
 from torch_bridge._operators import call, define
 from torch_bridge._symbols import settle_rows
@@ -40,7 +40,7 @@ def scaled_activation_rows(
     return _rows(h, probs, activation, group_sizes)
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def _node(*arguments: Any) -> Tensor:
     """`_rows` as one node of a graph; `arguments` come from `_codec.to_tuples`."""
     settle_rows(*arguments[:2])

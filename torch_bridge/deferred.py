@@ -162,7 +162,7 @@ def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: list[Tensor], x: li
 
 def grouped_mlp_bwd_dw(
     deferred: Deferred, wgrad_accum: Accumulators | None = None
-) -> tuple[Tensor | list[Tensor] | None, Tensor | list[Tensor] | None]:
+) -> tuple[Tensor | list[Tensor | None] | None, Tensor | list[Tensor | None] | None]:
     """(dW1, dW2) in the form and layout of `wi` and `wo`.
 
     Args:

@@ -30,7 +30,7 @@ def from_array(array: Any) -> Tensor:
         tensor = _from_numpy(array, name)
     else:
         tensor = torch.from_dlpack(array)
-    tensor._from_exchange = True  # pyright: ignore[reportAttributeAccessIssue]
+    tensor._from_exchange = True  # pyrefly: ignore[missing-attribute]
     return tensor
 
 

@@ -100,7 +100,7 @@ def moe(
         if (held := experts_held(weight)) is not None:  # what is no weight is refused with the others
             routing_spec.check_experts_held("moe", name, router.shape[0], held)
     of_lora = {"lora_scaling": lora_scaling, "lora_dropout": lora_dropout, "lora_key": lora_key}
-    of_experts = {} if lora is None else {"lora": lora, "lora_wgrad_accum": lora_wgrad_accum, **of_lora}
+    of_experts: dict[str, Any] = {} if lora is None else {"lora": lora, "lora_wgrad_accum": lora_wgrad_accum, **of_lora}
     weights, experts, aux = topk_router(logits, k, **routing)
     y = routed_mlp(
         *(x, experts, weights, wi, wo),

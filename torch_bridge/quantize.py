@@ -18,7 +18,7 @@ from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _codec, _quantizing
 from torch_bridge._checks import NAMES, check_group, check_operand, refuse_vmap
-from torch_bridge._compiling import is_compiling
+from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._quantizing import dequantized, quantized
 from torch_bridge._tensors import DTYPES, E8M0, StraightThrough, dtype_name, fixed_spec, parts_of, rows_spec
 from torch_bridge.sizes import prepare_sizes
@@ -91,7 +91,7 @@ def check_quantize(
     return quantizing.check_quantize(source, format_option(format), axis, *specs), sizes
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def _quantize_node(*arguments: Any) -> list[Tensor]:
     """`_quantize` as one node of a graph; `arguments` come from `_codec.to_tuples`."""
     return _quantize(*[_codec.from_tuples(each) for each in arguments])
@@ -130,7 +130,7 @@ def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes:
     """(sizes as kernels read them, the result's dtype) for arguments that fit together."""
     check_quantized(q)
     refuse_vmap("dequantize")
-    if not isinstance(dtype, (torch.dtype, str, type(None))):
+    if dtype is not None and not isinstance(dtype, (torch.dtype, str)):
         raise TypeError(f"`dtype` of dequantize: {type(dtype).__name__}, expected a torch.dtype or None; pass one.")
     wide = linear_spec.wide_option("dtype", None if dtype is None else DTYPES.get(dtype, str(dtype))) or q.dtype
     for part in parts_of(q):
@@ -145,7 +145,7 @@ def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes:
     return sizes, wide
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def _dequantize_node(*arguments: Any) -> Tensor:
     """`_dequantize` as one node of a graph; `arguments` come from `_codec.to_tuples`."""
     return _dequantize(*[_codec.from_tuples(each) for each in arguments])

@@ -77,7 +77,7 @@ class QuantizedWeight(Tensor):
     # ---- values ------------------------------------------------------------------------------------------------------
 
     # NOTE: tools for checkpoints access the names in a state dict as attributes, e.g. `weight.scales`.
-    values = property(lambda self: self.q.values)  # pyright: ignore[reportAssignmentType]
+    values = property(lambda self: self.q.values)  # pyrefly: ignore[bad-override]
     scales = property(lambda self: self.q.scales)
     group_scales = property(lambda self: self.q.group_scales)
     other = property(lambda self: self.q.other)
@@ -85,7 +85,7 @@ class QuantizedWeight(Tensor):
     @property
     def data(self) -> Tensor:
         """The weight without an autograd history. Assigning a value quantises it into this weight, like any write."""
-        return Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue]
+        return Tensor.data.__get__(self)  # pyrefly: ignore[missing-attribute]
 
     @data.setter
     def data(self, value: Tensor) -> None:  # that of PyTorch replaces memory that is not there
@@ -156,7 +156,7 @@ class QuantizedWeight(Tensor):
         """Whether values and scales are in shared memory."""
         return all(part.is_shared() for part in named_parts(self.q).values())
 
-    def apply_(self, function: Any) -> QuantizedWeight:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def apply_(self, function: Any) -> QuantizedWeight:  # pyrefly: ignore[bad-override-param-name]
         """Quantises `function` of each dequantised element."""
         self.store(self.dequantize().apply_(function))
         return self
@@ -166,7 +166,9 @@ class QuantizedWeight(Tensor):
         return self.dequantize().__dlpack__(**options)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         del types
         kwargs = kwargs or {}
         if func in _SAME:

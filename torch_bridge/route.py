@@ -22,7 +22,7 @@ from grouped_core.routing_spec import alignment_for as alignment_for
 from torch_bridge import _codec, _routing
 from torch_bridge._cache import Cache
 from torch_bridge._checks import check_group, check_readable, refuse_transforms, refuse_vmap
-from torch_bridge._compiling import is_compiling
+from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call
 from torch_bridge._routing import PermuteFacts, PermuteOperands, RouterOperands
@@ -488,7 +488,7 @@ def _run(name: str, *arguments: Any) -> tuple[Tensor, ...]:
     return _node(name, *[_codec.to_tuples(each) for each in arguments])
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def _node(name: str, *arguments: Any) -> tuple[Tensor, ...]:
     """`_run` as one node of a graph; `arguments` come from `_codec.to_tuples`."""
     given = [_codec.from_tuples(each) for each in arguments]

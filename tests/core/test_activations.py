@@ -14,7 +14,12 @@ from grouped_core.reference import activation_of, hidden_row_of
 from tests import asserts, bounds
 
 ROOT = Path(__file__).resolve().parents[2]
-KINKS = {"relu": (0.0,), "srelu": (0.0,), "clamped_qgeglu": (7.0, -7.0), "clamped_swiglu": (10.0, -10.0)}
+KINKS: dict[str, tuple[float, ...]] = {
+    "relu": (0.0,),
+    "srelu": (0.0,),
+    "clamped_qgeglu": (7.0, -7.0),
+    "clamped_swiglu": (10.0, -10.0),
+}
 KINKS["silu_clamped_glu"] = (7.0, -7.0, 7.006342814601791)
 """Where a kind has no second derivative; the last number is where silu is 7."""
 

@@ -73,7 +73,7 @@ def check_rows(op: Exchange, experts: list[NDArray[np.int32]]) -> list[int]:
     """Compares what ranks send with the definition, row by row and slot by slot. Returns what they drop."""
     expected, dropped = reference_exchange.exchange(op, experts)
     weights = [np.abs(cases.normal((T, K), "float32", "w", rank)) for rank in range(op.ranks)]
-    sent = [exchange.send_order(RUN, op, *each) for each in zip(experts, weights, strict=True)]
+    sent: list[Any] = [exchange.send_order(RUN, op, *each) for each in zip(experts, weights, strict=True)]
     assert [int(each.dropped[0]) for each in sent] == dropped
     several = (op.rows, op.slots_of_row)
     arrays = [

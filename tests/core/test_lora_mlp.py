@@ -186,7 +186,13 @@ def of_merged_weights(s: Setup) -> dict[str, np.ndarray]:
     made = mlp.mlp(run, s.op, x, wi, wo, s.sizes, p, b1, b2, needs=MlpNeeds(wo=False))
     specs = MlpSpecs(*[run.spec(each) for each in (x, wi, wo, p, b1, b2)])
     main = mlp.main_grads(run, s.op, specs, x, made.h, None, wi, wo, s.sizes, p, b1, b2, dy, MlpNeeds())
-    grads = {"y": made.y, "x": main.x, "probs": main.probs, "wi_bias": main.wi_bias, "wo_bias": main.wo_bias}
+    grads: dict[str, Any] = {
+        "y": made.y,
+        "x": main.x,
+        "probs": main.probs,
+        "wi_bias": main.wi_bias,
+        "wo_bias": main.wo_bias,
+    }
     weights = {"wi": mlp.weight_grad(run, s.op.fc1(), specs.wi, x, main.dh, s.sizes)}
     weights["wo"] = mlp.weight_grad(run, s.op.fc2(), specs.wo, main.z, dy, s.sizes)
     for name, grad in weights.items():

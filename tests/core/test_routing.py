@@ -111,7 +111,7 @@ def test_masked_tokens_change_nothing():
 def test_what_is_dropped_has_no_weight(drop):
     run, op = Oracle(), router_option(4, 2, capacity_factor=0.5, drop=drop)
     logits = np.tile(np.arange(4, 0, -1, dtype=np.float32), (8, 1)) * np.arange(1, 9, dtype=np.float32)[:, None]
-    found = routing.choose(run, op, logits, np.array([8], np.int32))
+    found: Any = routing.choose(run, op, logits, np.array([8], np.int32))
     assert op.capacity(8, 4) == 2
     kept = np.arange(8) < 2 if drop == "position" else np.arange(8) >= 6  # the later ones are surer of their first
     asserts.bitwise(found.experts[:, 0], np.where(kept, 0, -1).astype(np.int32))
@@ -147,6 +147,7 @@ def test_gradients_of_combining_are_finite_differences():
     source[inverse[inverse >= 0]] = np.flatnonzero(inverse.reshape(-1) >= 0)
     found = routing.combine_grads(run, rows, source, inverse, weights, grad, "float64", (True, True))
     for array, gradient in zip((rows, weights), found, strict=True):
+        assert gradient is not None
         for at in np.ndindex(array.shape):
             moved = []
             for sign in (1, -1):

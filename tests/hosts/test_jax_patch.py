@@ -173,7 +173,7 @@ def test_what_another_library_replaces_meanwhile_stays():
 
     try:
         with jg.patch():
-            jax.lax.ragged_dot = other
+            jax.lax.ragged_dot = other  # pyrefly: ignore[bad-assignment]
         assert jax.lax.ragged_dot is other
     finally:
         jax.lax.ragged_dot = LAX[0]

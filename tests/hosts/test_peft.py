@@ -49,7 +49,7 @@ def _model(name: str) -> Any:
 
 
 def _config() -> Any:
-    import peft  # pyright: ignore[reportMissingImports]
+    import peft
 
     return peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules=[], target_parameters=TARGETS)
 
@@ -101,7 +101,7 @@ def _same(layer: nn.GroupedMLP, wrapped: Any, base: Any, p: Problem) -> None:
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_adapters_that_peft_trained_load_into_our_layers(registered: Any, name: str, tmp_path: Path) -> None:
-    import peft  # pyright: ignore[reportMissingImports]
+    import peft
     from safetensors.torch import load_file
 
     host, ids = _model(name), tokens()
@@ -132,7 +132,7 @@ def test_adapters_that_peft_trained_load_into_our_layers(registered: Any, name: 
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_adapters_that_our_layers_trained_load_into_peft(registered: Any, name: str, tmp_path: Path) -> None:
-    import peft  # pyright: ignore[reportMissingImports]
+    import peft
     from safetensors.torch import load_file, save_file
 
     host, plain = _model(name), _model(name)

@@ -267,7 +267,7 @@ def test_the_trainer_takes_two_steps(registered: Any, tmp_path: Path) -> None:
 @_needs("peft")
 @pytest.mark.parametrize("frozen", [True, False])
 def test_lora_on_attention(registered: Any, frozen: bool) -> None:
-    import peft  # pyright: ignore[reportMissingImports]
+    import peft
 
     def adapted(implementation: str) -> dict[str, Tensor]:
         made = model("Olmoe")
@@ -290,7 +290,7 @@ def test_lora_on_attention(registered: Any, frozen: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=SLOW)])
 def test_lora_on_the_parameters_of_experts(registered: Any, compiled: bool) -> None:
     """PEFT makes W + s A B while a module runs; the sum is then the operand, and its gradient goes on to A and B."""
-    import peft  # pyright: ignore[reportMissingImports]
+    import peft
 
     def adapted(implementation: str, name: str) -> dict[str, Tensor]:
         made = model(name)

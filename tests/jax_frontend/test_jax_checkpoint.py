@@ -82,7 +82,7 @@ def test_a_state_of_delayed_scaling_is_loaded_whole_or_not_at_all(tmp_path: Path
 def test_narrow_types_keep_their_bits(tmp_path: Path, name: str) -> None:
     raw = np.random.default_rng(0).integers(0, 256, 64, np.uint8)
     types = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "float32", "int8")
-    tree = {each: jnp.asarray(raw.view(getattr(ml_dtypes, each, each))) for each in types}
+    tree: dict[str, Any] = {each: jnp.asarray(raw.view(getattr(ml_dtypes, each, each))) for each in types}
     tree["q"] = {"a": quantize(jnp.asarray(np.float32(raw)).reshape(1, 1, 64), "mxfp4", axis=2)}
     checkpoint.save(tmp_path / name, tree)
     same(checkpoint.load(tmp_path / name, jax.tree.map(jnp.zeros_like, tree)), tree)

@@ -489,6 +489,7 @@ def test_experts_do_not_count_in_the_fan_in() -> None:
 def test_metadata_is_the_users_alone() -> None:
     layer = nnx.GroupedLinear(E, H, F, kernel_metadata={"note": "rows"}, rngs=flax_nnx.Rngs(0))
     assert layer.kernel.get_metadata()["note"] == "rows"
+    assert layer.bias is not None
     assert "note" not in layer.bias.get_metadata()
     assert "sharding" not in layer.bias.get_metadata()
     mlp = nnx.MoE(H, F, E, 2, wi_metadata={"note": "wi"}, router_metadata={"note": "router"}, rngs=flax_nnx.Rngs(0))

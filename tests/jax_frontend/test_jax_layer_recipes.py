@@ -122,7 +122,7 @@ def test_update_scalings_finds_every_state_and_leaves_the_rest() -> None:
     layer = layer_of("mlp", DELAYED)
     used = cotangents(layer, rows())[1]["scaling"].get_value()
     number = jnp.arange(3)
-    tree = {"a": [used, number], "b": flax_nnx.state(layer, flax_nnx.Param)}
+    tree: dict[str, Any] = {"a": [used, number], "b": flax_nnx.state(layer, flax_nnx.Param)}
     found = nnx.update_scalings(tree)
     same(found["a"][0], jax_grouped.update_scaling(used))
     assert (np.asarray(found["a"][0].scale)[:, SIZES > 0] != 1).all()
@@ -202,7 +202,7 @@ def test_layers_made_of_one_stream_have_streams_of_their_own() -> None:
     """A call moves neither that of the caller, which dropout may draw from, nor that of another layer."""
     rngs = flax_nnx.Rngs(0)
     options: dict[str, Any] = {"dtype": jnp.bfloat16, "recipe": recipes.NVFP4, "rngs": rngs}
-    layers = [nnx.GroupedLinear(G, H, H, **options) for _ in range(2)]
+    layers: list[Any] = [nnx.GroupedLinear(G, H, H, **options) for _ in range(2)]
     before = int(rngs.rounding.count[...])
     apply(layers[0], rows())
     assert int(rngs.rounding.count[...]) == before

@@ -297,6 +297,7 @@ def test_a_selection_bias_is_no_parameter_and_moves_outside() -> None:
     _, aux = layer(x)
     expected = route.update_bias(jnp.zeros(E), aux.load, 0.01)
     layer.update_bias(aux.load, 0.01)
+    assert layer.selection_bias is not None
     asserts.bitwise(layer.selection_bias[...], expected)
     push = jnp.where(jnp.arange(E) < K, 100.0, 0.0)
     layer.selection_bias[...] = push
@@ -434,7 +435,9 @@ def test_a_shared_expert_takes_no_sharding_along_its_one_group(kind: Any) -> Non
     with jax.set_mesh(jax.make_mesh((2,), ("expert",), axis_types=(kind,), devices=jax.devices()[:2])):
         layer = nnx.MoE(H, F, E, K, rngs=flax_nnx.Rngs(0), **options)
         assert not layer.wi[...].sharding.is_fully_replicated
+        assert layer.shared is not None
         for alone in (layer.shared.wi, layer.shared.wo, layer.shared.gate):
+            assert alone is not None
             assert alone[...].sharding.is_fully_replicated
     specs = flax.linen.get_partition_spec(linen.MoE(H, F, E, K, **options).init(jax.random.key(0), jnp.zeros((1, H))))
     assert specs["params"]["wi"][0] == "expert"

@@ -921,7 +921,7 @@ def test_refusals_of_layers() -> None:
         made(mesh_axes="expert")
 
     class Own(nnx.MoE):
-        mlp = staticmethod(lambda x, *_, **__: x)
+        mlp = staticmethod(lambda x, *_, **__: x)  # pyrefly: ignore[bad-override]
 
     with asserts.refused(ValueError, ("`mesh_axes` of MoE", "another `mlp`", "None", "parallel.dispatch")):
         Own(H, F, E, K, rngs=flax_nnx.Rngs(0), mesh_axes=EXPERT)(draw(T, H))

@@ -676,6 +676,7 @@ def test_rows_under_shard_map(check_vma: bool) -> None:
 
     def local(x: Any, experts: Any, probs: Any) -> Any:
         rows, _, permutation = route.permute(x, experts, E, probs=probs)
+        assert permutation.probs is not None
         return route.unpermute(permutation.probs[:, None] * rows, permutation, probs)
 
     sharded = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)

@@ -276,7 +276,7 @@ class Native:
             aliased = outputs[result]
             held[slot] = None if aliased is None else aliased[0]
         inputs = [
-            None if array is None else (_bits(array), given.dtype)
+            None if array is None or given is None else (_bits(array), given.dtype)
             for array, given in zip(held, call.inputs, strict=True)
         ]
         params = dict(call.params)

@@ -56,7 +56,7 @@ class TestLists:
         found = [call for call in examples if call.name == name]
         assert found
         for call in found:
-            specs = (
+            specs: tuple[dict[str, Any], ...] = (
                 dict(zip(known.inputs, call.inputs, strict=True)),
                 dict(zip(known.outputs, call.outputs, strict=True)),
             )
@@ -235,7 +235,7 @@ class TestRefusals:
     def pieces(self):
         p = self.P
         call = forward(p)
-        inputs = [(p.x, "float32"), (p.w, "float32"), (p.group_sizes, "int32"), *[None] * (COUNT - 3)]
+        inputs: list[Any] = [(p.x, "float32"), (p.w, "float32"), (p.group_sizes, "int32"), *[None] * (COUNT - 3)]
         outputs = [(np.empty((p.case.rows, p.case.n), np.float32), "float32")]
         return call, inputs, outputs, dict(call.params)
 

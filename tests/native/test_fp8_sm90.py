@@ -305,6 +305,7 @@ def test_sums_of_one_sign_are_promoted(pair):
 def test_rows_depend_on_their_group_alone(kernel, pair):
     """A row's bits are the same in a batch of its own, and from run to run."""
     lhs, rhs = rows_operand(TILES, TILES.k, pair[0], "x"), weight_operand(TILES, pair[1])
+    values: Any = lhs.arrays["values"]
     recipe = RECIPES["block" if pair[0].block else "fast" if kernel == FAST else "promoted"]
     whole = run(kernel, TILES, lhs, rhs, recipe, "float32")
     asserts.bitwise(run(kernel, TILES, lhs, rhs, recipe, "float32"), whole, "second run")
@@ -317,7 +318,7 @@ def test_rows_depend_on_their_group_alone(kernel, pair):
         1,
         (301, TILES.k),
         lhs.exact[part],
-        values=lhs.arrays["values"][part],
+        values=values[part],
         scales=None if scales is None else np.ascontiguousarray(scales[:, part]),
         group_scales=lhs.arrays.get("group_scales"),
     )

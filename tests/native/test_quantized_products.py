@@ -239,6 +239,7 @@ def test_a_scale_of_nan_is_a_block_of_nan(kernel, name):
     case = FEW[0]
     lhs, rhs = rows_operands(("bf16", name), case)
     assert isinstance(rhs, QTensor)
+    assert rhs.scales is not None
     run = Native(kernel, check=False)
     good = product(run, lhs, rhs, sizes_of(case), (1, 2), "bfloat16")
     rhs.scales.view(np.uint8)[2, 5] = 0xFF if name != "nvfp4" else 0x7F
@@ -256,6 +257,7 @@ def test_large_scales_leave_other_columns_alone(kernel, name):
     case = FEW[4]
     lhs, rhs = rows_operands(("bf16", name), case)
     assert isinstance(rhs, QTensor)
+    assert rhs.scales is not None
     good = product(Native(kernel), lhs, rhs, sizes_of(case), (1, 2), "float32")
     scales = rhs.scales.view(np.uint8)[2, 5]
     scales[[9, 25, 26]] = 131  # 16, in the second and the fourth 256 of 1152 k

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -133,10 +134,10 @@ def test_fixed_dtypes_count(name, fixed):
     """Operands whose dtype calls.h fixes are refused in another."""
     call = CALLS[name]
     slots = SLOTS[call.name]
-    if fixed not in slots or call.inputs[slots.index(fixed)] is None:
+    if fixed not in slots or (spec := call.inputs[slots.index(fixed)]) is None:
         return
     slot = slots.index(fixed)
-    other = ArraySpec(call.inputs[slot].shape, "float16")
+    other = ArraySpec(spec.shape, "float16")
     refused(dataclasses.replace(call, inputs=(*call.inputs[:slot], other, *call.inputs[slot + 1 :])))
 
 
@@ -245,9 +246,9 @@ def test_segments_hold_whole_blocks():
     padded = int(params["rows"]) + 15 * G0
     padded -= padded % 16
     shapes = [(padded, K0), (padded, N0), (padded // 32, K0), (padded // 32, N0)]
-    inputs = list(call.inputs)
+    inputs: list[Any] = list(call.inputs)
     for slot, shape in zip(at, shapes, strict=True):
-        inputs[slot] = ArraySpec(shape, call.inputs[slot].dtype)
+        inputs[slot] = ArraySpec(shape, inputs[slot].dtype)
     changed = with_params(dataclasses.replace(call, inputs=tuple(inputs)), segment=16, transposed=0)
     with asserts.refused(ValueError, ["segment: 16", "a multiple of the block 32"]):
         plans.attempt(changed, "cpu")

@@ -51,9 +51,10 @@ class Ranks:
     def amax(self, format: Format) -> NDArray[np.int32]:
         """Of all of them, as a reduction over ranks gives it."""
         call = calls.shard_amax(self.source, format)
-        found = []
+        spec, found = call.outputs[0], []
+        assert spec is not None
         for table in self.tables:
-            into = np.full(call.outputs[0].shape, 77, np.int32)
+            into = np.full(spec.shape, 77, np.int32)
             found.append(self.measure(call, call.arrange(source_table=table, into_amax=into))[0])
         return np.maximum.reduce(found)
 

@@ -182,7 +182,9 @@ def test_links_lead_to_files(folder: str) -> None:
     ids=lambda b: b.split("(")[0],
 )
 def test_signatures_are_those_of_the_functions(block: str) -> None:
-    module, name, arguments = SIGNATURE.match(block).groups()
+    found = SIGNATURE.match(block)
+    assert found is not None
+    module, name, arguments = found.groups()
     written = ast.parse(f"def {name}{arguments}: pass").body[0]
     assert isinstance(written, ast.FunctionDef)
     taken = inspect.signature(getattr(importlib.import_module(module), name)).parameters

@@ -282,7 +282,8 @@ def test_products_take_no_memory_beyond_results(transposed):
     shapes = [jax.ShapeDtypeStruct(tuple(t.shape), "bfloat16") for t in (x, w, dy)]
     counts = jax.ShapeDtypeStruct((groups,), "int32")
     for function, given in ((product, (*shapes[:2], counts)), (gradients, (*shapes, counts))):
-        taken = jax.jit(function).lower(*given).compile().memory_analysis().temp_size_in_bytes
+        memory: Any = jax.jit(function).lower(*given).compile().memory_analysis()
+        taken = memory.temp_size_in_bytes
         assert taken < TEMPORARY_BYTES, f"{function.__name__} takes {taken / 2**20:.1f} MiB"
 
 

@@ -42,7 +42,7 @@ CASES = [*(cases.named(name) for name in NAMED), WIDE, EVEN]
 
 def kernels_of(given: dict[str, Any], **options: Any) -> dict[str, str]:
     """The kernels that bounds ask about: composed ones round dz."""
-    held = {name: None if given[name] is None else to_torch(given[name]) for name in LEAVES}
+    held: dict[str, Any] = {name: None if given[name] is None else to_torch(given[name]) for name in LEAVES}
     options["rhs_transposed"] = options.pop("transposed")
     held["x"].requires_grad_()
     text = torch_bridge.explain(torch_bridge.grouped_mlp, **held, group_sizes=to_torch(given["group_sizes"]), **options)
@@ -301,7 +301,8 @@ def test_no_rows_between_the_parts_of_fused_calls_are_in_memory():
 
     shapes = [jax.ShapeDtypeStruct(tuple(t.shape), "bfloat16") for t in (x, wi, wo)]
     counts = jax.ShapeDtypeStruct((groups,), "int32")
-    taken = jax.jit(inference).lower(*shapes, counts).compile().memory_analysis().temp_size_in_bytes
+    memory: Any = jax.jit(inference).lower(*shapes, counts).compile().memory_analysis()
+    taken = memory.temp_size_in_bytes
     assert taken < activated + TEMPORARY_BYTES, f"inference in JAX takes {taken / 2**20:.1f} MiB"
 
 

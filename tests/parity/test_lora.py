@@ -32,7 +32,7 @@ def problem(dtype: str, *, transposed: bool, bias: bool, row_scale: bool, rank: 
 
 def by_jax(given: dict[str, Any], dy: Any, needs: tuple[bool, ...], base: str | None, **options: Any) -> list[Any]:
     """y and the gradients that `needs` names, in the order of NAMES."""
-    held = {name: None if each is None else jnp.asarray(each) for name, each in given.items()}
+    held: dict[str, Any] = {name: None if each is None else jnp.asarray(each) for name, each in given.items()}
     key = options.pop("key")
     if base is not None:
         held["w"] = jax_grouped.quantize(held["w"], base, axis=2 if options["rhs_transposed"] else 1)

@@ -135,7 +135,7 @@ def test_step_0_is_bitwise_the_base(base, tokens):
 def test_contradictions_are_refused(frontend, options, kind, fragments):
     given, _ = problem(CASE, "float32")
     array, library = (jnp.asarray, jax_grouped) if frontend == "jax" else (to_torch, torch_bridge)
-    held = {name: None if each is None else array(each) for name, each in given.items()}
+    held: dict[str, Any] = {name: None if each is None else array(each) for name, each in given.items()}
     options = dict(options)
     if options.pop("halves", False):
         half = held["wi"].shape[1] // 2

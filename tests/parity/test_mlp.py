@@ -529,7 +529,7 @@ def test_torch_parts_skip_members_without_an_accumulator():
     members = {name: list(to_torch(given[name])) for name in ("wi", "wo")}
     _, res, dy = parts(**members, wi_bias=None, wo_bias=None)
     *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy)
-    whole = torch_bridge.grouped_mlp_bwd_dw(deferred)
+    whole: Any = torch_bridge.grouped_mlp_bwd_dw(deferred)
     some = [torch.zeros(each.shape) if g != 1 else None for g, each in enumerate(members["wi"])]
     none = [None] * len(members["wo"])
     assert torch_bridge.grouped_mlp_bwd_dw(deferred, (some, none)) == (None, None)
@@ -561,7 +561,7 @@ def test_parts_take_probabilities_of_16_bits(frontend, recipe):
     given, dy = problem(
         cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True, probs="bfloat16", bias="float32"
     )
-    wanted = ARRAYS.gradients(given, dy, MlpNeeds(), transposed=True, recipe=recipe)
+    wanted: Any = ARRAYS.gradients(given, dy, MlpNeeds(), transposed=True, recipe=recipe)
     assert wanted[LEAVES.index("probs")].dtype == given["probs"].dtype, "the rule, which all frontends run"
     array, of = (to_torch, torch_bridge) if frontend == "torch" else (jnp.asarray, accumulate)
     held = {name: array(value) for name, value in given.items()}
@@ -763,7 +763,7 @@ def test_torch_compiles_whole(backend, policy, to, halves):
     for function in (step, torch.compile(step, fullgraph=True, backend=backend)):
         held = [leaf(to_torch(given[name])) for name in LEAVES]
         wi = halves_of(held[1]) if halves else [held[1]]
-        weights = [*wi, held[2]]
+        weights: list[Any] = [*wi, held[2]]
         buffers = [torch.full(weight.shape, 0.5) for weight in weights]
         if to == "main_grad":
             for weight, buffer in zip(weights, buffers, strict=True):

@@ -97,6 +97,7 @@ def test_errors_are_those_of_the_formats(recipe):
     limit = 2 * max(bounds.RELATIVE_ERRORS[recipe.name])
     for name, a, b in zip(("y", *LEAVES[:4]), found, exact, strict=True):
         assert a is not None
+        assert b is not None
         a, b = (np.nan_to_num(each.astype(np.float64)) for each in (a, b))
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert limit / 8 < error <= limit, f"{name}: relative error {error}, expected at most {limit} and not far less"
@@ -164,7 +165,9 @@ def test_deferred_gradients_of_torch_have_the_bits_of_autograd(recipe, policy, l
     sizes, dy = to_torch(given["group_sizes"]), to_torch(dy)
     names = [name for name in LEAVES if given[name] is not None]
     packed = {name: to_torch(given[name]) for name in names}
-    states = [torch_bridge.scaling_state(recipe, case.groups, products=2) if recipe.delayed else None for _ in range(2)]
+    states: list[Any] = [
+        torch_bridge.scaling_state(recipe, case.groups, products=2) if recipe.delayed else None for _ in range(2)
+    ]
     now, later = ([torch.ones(packed[name].shape) for name in ("wi", "wo")] for _ in range(2))
 
     def members(name: str, value: Any) -> Any:
@@ -217,7 +220,7 @@ def test_torch_parts_with_masters_buffers_and_what_has_no_gradient():
     quantized = torch_bridge.quantize(wi, "mxfp8", axis=(2, 1))
     out, buffer, dy = torch.full_like(x, 7.0), torch.full_like(x, 7.0), to_torch(dy)
     master = wi.float().requires_grad_()
-    leafy = [each.clone().requires_grad_() for each in (x, wo)]
+    leafy: list[Any] = [each.clone().requires_grad_() for each in (x, wo)]
     options: dict[str, Any] = {"probs": probs, "recipe": recipes.MXFP8}
     first = torch_bridge.straight_through(master, quantized)
     y = torch_bridge.grouped_mlp(leafy[0], first, leafy[1], sizes, **options)
@@ -236,6 +239,7 @@ def test_torch_parts_with_masters_buffers_and_what_has_no_gradient():
     with asserts.refused(TypeError, ("`needs`", "tuple", "expected MlpNeeds or None", "pass one")):
         torch_bridge.grouped_mlp_fwd(x, first, wo, sizes, needs=(True, False), **options)
     dx, *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy, grad_input=buffer)
+    assert dx is not None
     assert (z.data_ptr(), dx.data_ptr()) == (out.data_ptr(), buffer.data_ptr())
     valid = int(sizes.sum())
     asserts.bitwise(out[:valid], y[:valid])

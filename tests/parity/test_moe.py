@@ -147,7 +147,7 @@ def _rules_moe(operands: Arrays, router: Any, dy: Any, k: int, **options: Any) -
     y, dx, dwi, dwo, d_weights, *_ = _rules_mlp(operands, chosen.experts, chosen.weights, dy)
     d_logits = rules.grad(chosen, losses, d_weights, UPSTREAM)
     specs = (spec_of(x), spec_of(weight))
-    grads = router_product.router_grads(run, op, specs, x, weight, TOKENS, d_logits, (True, True))
+    grads: Any = router_product.router_grads(run, op, specs, x, weight, TOKENS, d_logits, (True, True))
     # The sum of both gradients of x is rounded once more, as autograd of every frontend does.
     total = (grads.x.astype(np.float32) + dx.astype(np.float32)).astype(x.dtype)
     return [y, losses.values[:2], total, grads.router[0], dwi, dwo]

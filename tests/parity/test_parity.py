@@ -139,6 +139,7 @@ def test_gradients_beside_fp8_operands_are_not_narrowed_to_them(dtype):
     y = torch_bridge.grouped_linear(x, w, sizes, rhs_transposed=False, grad_input=dx, wgrad_accum=dw, **held)
     y.backward(to_torch(dy))
     asserts.bitwise(held["row_scale"].grad, found.row_scale)
+    assert found.x is not None
     asserts.bitwise(dx[: p.case.valid], found.x[: p.case.valid])
     asserts.bitwise(dw.bfloat16(), found.w)
 
@@ -440,7 +441,7 @@ class TestArrays:
         found = arrays.grouped_linear_grads(**given, dy=p.dy, grad_input=buffer)
         assert found.x is buffer
         asserts.filled(buffer[p.case.valid :], cases.SENTINEL, "tail")
-        expected = arrays.grouped_linear_grads(**given, dy=p.dy).x
+        expected: Any = arrays.grouped_linear_grads(**given, dy=p.dy).x
         asserts.bitwise(buffer[: p.case.valid], expected[: p.case.valid])
         with asserts.refused(ValueError, ["`grad_input`: shape (3, 24)", "expected (50, 24)", "allocate"]):
             arrays.grouped_linear_grads(**given, dy=p.dy, grad_input=buffer[:3])
@@ -450,8 +451,8 @@ class TestArrays:
     def test_new_weight_gradients_in_a_wider_dtype(self):
         p = self.P
         given = operands(p, bias=None, row_scale=None)
-        wide = arrays.grouped_linear_grads(**given, dy=p.dy, wgrad_dtype="float32").w
-        narrow = arrays.grouped_linear_grads(**given, dy=p.dy).w
+        wide: Any = arrays.grouped_linear_grads(**given, dy=p.dy, wgrad_dtype="float32").w
+        narrow: Any = arrays.grouped_linear_grads(**given, dy=p.dy).w
         asserts.bitwise(wide.astype(narrow.dtype), narrow)
 
 
@@ -466,6 +467,7 @@ def digests() -> list[str]:
     for frontend in FRONTENDS:
         digest = hashlib.sha256(frontend.forward(given, transposed=False).tobytes())
         for gradient in frontend.gradients(given, p.dy, Needs(), transposed=False):
+            assert gradient is not None
             digest.update(gradient.tobytes())
         found.append(digest.hexdigest())
     return found

@@ -132,6 +132,7 @@ def test_errors_are_those_of_the_formats(recipe):
     found = (ARRAYS.forward(given, recipe=bound), *ARRAYS.gradients(given, p.dy, needs, recipe=bound)[:2])
     for name, a, b, limit in zip(("y", "dx", "dw"), found, exact, bounds.RELATIVE_ERRORS[recipe.name], strict=True):
         assert a is not None
+        assert b is not None
         error = np.linalg.norm(a.astype(np.float64) - b.astype(np.float64)) / np.linalg.norm(b)
         assert limit / 4 < error <= limit, f"{name}: relative error {error}, expected at most {limit} and not far less"
 

@@ -70,7 +70,7 @@ def by_torch(p: dict[str, Any], gated: bool, adapted: bool, **options: Any) -> l
     own = {"lora": lora, "lora_key": to_torch(KEY), "lora_scaling": 0.37, **options} if adapted else {}
     y = torch_bridge.moe(tensors["x"], tensors["router"], wi, wo, K, shared=shared, **own)[0]
     y.sum().backward()
-    found = [tensors[name].grad for name in _read(adapted)]
+    found: list[Any] = [tensors[name].grad for name in _read(adapted)]
     return [y.detach(), *(each if name == "x" else each.mT for name, each in zip(_read(adapted), found, strict=True))]
 
 

@@ -410,6 +410,7 @@ def check(seed: int) -> None:
                 asserts.within(result, wanted, f"{what}, {name}")
         return
     (whole,) = expected
+    assert whole is not None
     for g, member in enumerate(work.members):
         if member is not None:
             part = Bounded(whole.value[g], whole.error[g], whole.dtype)

@@ -82,12 +82,12 @@ def _layer_as_one_rank(mesh: DeviceMesh, dtypes: Sequence[torch.dtype]) -> None:
         for recipe in (None, FP8Block, MXFP8, FP8Current):
             x, dy = (drawn(mesh, mesh.size() * T, H, seed=each, dtype=dtype) for each in ("x", "dy"))
             one = [leaf(each) for each in (x, *weights_of(mesh, dtype))]
-            y, aux = moe(*one, K, recipe=recipe, **LOSSES)
+            y, aux = moe(*one, k=K, recipe=recipe, **LOSSES)
             ((y * dy).sum() + aux.aux_loss + aux.z_loss).backward()
 
             router, wi, wo = weights_of(mesh, dtype)
             ours = [leaf(each) for each in (own_part(x, mesh), router, own_part(wi, mesh), own_part(wo, mesh))]
-            y2, aux2 = parallel.moe(*ours, K, process_group=group, recipe=recipe, send="tokens", **LOSSES)
+            y2, aux2 = parallel.moe(*ours, k=K, process_group=group, recipe=recipe, send="tokens", **LOSSES)
             ((y2 * own_part(dy, mesh)).sum() + aux2.aux_loss + aux2.z_loss).backward()
 
             what = f"{dtype}, {recipe and recipe.name}"

@@ -107,7 +107,7 @@ def setup(
     """
     of = cases.named(case)
     operands, dy = problem(of, dtype, Activation("swiglu"), transposed=True)
-    held = {name: None if value is None else to_torch(value) for name, value in operands.items()}
+    held: dict[str, Any] = {name: None if value is None else to_torch(value) for name, value in operands.items()}
     sizes, probs = held["group_sizes"], held["probs"]
     single = form in LINEAR
     packed = [held["wi"]] if single else [held["wi"], held["wo"]]

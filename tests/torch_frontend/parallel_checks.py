@@ -30,6 +30,7 @@ from tests import asserts
 from tests.torch_frontend.expert_parallel_tools import compiled
 from tests.torch_frontend.nn_tools import MODULES, Setup, main_grads, setup
 from tests.torch_frontend.rank_tools import Checks, check_in, main
+from tests.torch_frontend.recipe_tools import state_of
 from tests.torch_frontend.routing_tools import ROUTERS, Rules, draw, near
 from tests.torch_frontend.torch_tools import leaf
 from torch_bridge import (
@@ -329,7 +330,7 @@ def each_rank_has_the_scaling_state_of_its_own_experts(mesh: DeviceMesh) -> None
         asserts.bitwise(mine.grad, x.grad[rows], "dx")
         for module in (whole, spread):
             update_scaling(module.scaling_state)
-        asserts.bitwise(spread.scaling_state.scale, whole.scaling_state.scale[:, groups].contiguous())
+        asserts.bitwise(state_of(spread).scale, state_of(whole).scale[:, groups].contiguous())
 
 
 @check
@@ -468,6 +469,7 @@ def shards_of_masters_give_the_codes_of_whole_ones(mesh: DeviceMesh) -> None:
                 for weight, (_, master, _) in zip(
                     reversed(list(whole.parameters())), params.expand_shard(weights, flat, 0), strict=True
                 ):
+                    assert master is not None
                     weight.copy_(master.view(weight.shape))
             for cut in (1, 2053, weights[0].numel(), len(flat) - 2053, len(flat)):
                 begin, end = ((0, cut), (cut, len(flat)))[rank]
@@ -489,8 +491,8 @@ def shards_of_masters_give_the_codes_of_whole_ones(mesh: DeviceMesh) -> None:
             if recipe.delayed:
                 for one in (module, whole):
                     update_scaling(one.scaling_state)
-                asserts.bitwise(module.scaling_state.scale, whole.scaling_state.scale)
-                assert (module.scaling_state.scale[1] != 1).any()
+                asserts.bitwise(state_of(module).scale, state_of(whole).scale)
+                assert (state_of(module).scale[1] != 1).any()
 
 
 LIVE = (  # by rank, one magnitude a group

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from grouped_core import recipes
+from grouped_core.scaling import ScalingState
 from tests import asserts
 from tests.quantized import QUANTIZING as RECIPES
 from tests.torch_frontend.torch_tools import leaf, manual_seed
@@ -36,6 +39,13 @@ def same(found: list[Any], wanted: list[Any], what: str = "") -> None:
         assert (a is None) == (b is None), f"result {at} {what}"
         if b is not None:
             asserts.bitwise(a, b, f"result {at} {what}")
+
+
+def state_of(layer: Any) -> ScalingState[Tensor]:
+    """The state of a layer with delayed scaling."""
+    state = layer.scaling_state
+    assert state is not None
+    return state
 
 
 def states(module: Any) -> list[Any]:

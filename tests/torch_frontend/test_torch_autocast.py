@@ -146,6 +146,7 @@ def test_layers_cast_their_biases(form: str, recipe: Recipe | None) -> None:
     y.float().sum().backward()
     y2.float().sum().backward()
     for each, other in zip(wide.parameters(), narrow.parameters(), strict=True):
+        assert other.grad is not None
         asserts.bitwise(each.grad, other.grad.float())
 
 

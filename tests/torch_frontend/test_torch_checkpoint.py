@@ -185,19 +185,18 @@ def test_a_foreign_file_needs_its_layout(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     path, model = tmp_path / "f.safetensors", moe(bias=True)
+    fc1: Any = model.experts.linear_fc1
     parts = expert_parts()
     for layout in WRITTEN:
         save_file(as_torch(written(layout, parts, path="model.mlp")), path)
         with refused(ValueError, [f"`{path}`", "no metadata", "`layout=`", "interleave"]):
             checkpoint.load(path, model)
         checkpoint.load(path, model, layout=layout, prefix="model.mlp")
-        wi: Any = model.experts.linear_fc1.weight
-        bitwise(wi[1, F + 3], parts["up"][1, 3], layout)
+        bitwise(fc1.weight[1, F + 3], parts["up"][1, 3], layout)
         bitwise(model.router.weight, parts["router"], layout)
     save_file(as_torch(written("megatron_indexed", parts, block=16)), path)
     checkpoint.load(path, model, layout="megatron_indexed", interleave=16)
-    wi = model.experts.linear_fc1.weight
-    bitwise(wi[:, :F], parts["gate"], "gate")
+    bitwise(fc1.weight[:, :F], parts["gate"], "gate")
     checkpoint.save(path, model)
     with refused(ValueError, ["`layout`: 'flax'", "records its own layout", "leave it out"]):
         checkpoint.load(path, model, layout="flax")
@@ -299,7 +298,7 @@ def test_what_would_make_a_file_that_does_not_load_is_not_saved(tmp_path: Path) 
     with refused(ValueError, ["named `__metadata__`", "expected another name", "rename"]):
         checkpoint.save(path, {"__metadata__": torch.zeros(2)})
     assert not list(tmp_path.iterdir())
-    checkpoint.save(path, {"a": layer, "b": torch._neg_view(torch.ones(2))}, "swiglu")  # pyright: ignore[reportPrivateImportUsage]
+    checkpoint.save(path, {"a": layer, "b": torch._neg_view(torch.ones(2))}, "swiglu")
     read = checkpoint.load(path, {"a": moe(1), "b": torch.zeros(2)})
     same(read["a"], layer)
     bitwise(read["b"], -torch.ones(2))
@@ -360,6 +359,7 @@ def test_mxfp4_of_gpt_oss_is_read_as_it_is(tmp_path: Path) -> None:
     found = checkpoint.convert(given, "gpt_oss", "torch_bridge", interleave=1)
     wi = found["experts.linear_fc1.weight"]
     assert isinstance(wi, QTensor)
+    assert wi.scales is not None
     assert (wi.format.name, wi.axis, wi.shape, wi.dtype) == ("mxfp4", 2, (E, 2 * F, H), "bfloat16")
     bitwise(wi.values, given["experts.gate_up_proj_blocks"].reshape(E, 2 * F, H // 2), "codes")
     bitwise(wi.scales.view(torch.uint8), given["experts.gate_up_proj_scales"], "scales")

@@ -180,7 +180,7 @@ def test_accumulators_of_quantised_weights_of_an_mlp_are_written(
 ) -> None:
     of = cases.named(CASE)
     operands, dy = problem(of, "bfloat16", Activation("swiglu"), transposed=True)
-    t = {name: None if each is None else to_torch(each) for name, each in operands.items()}
+    t: dict[str, Any] = {name: None if each is None else to_torch(each) for name, each in operands.items()}
     weights = [t["wi"], t["wo"]]
     held = [quantize(each, "mxfp8", axis=(2, 1)) for each in weights]
     masters = [straight_through(leaf(each), q) for each, q in zip(weights, held, strict=True)]

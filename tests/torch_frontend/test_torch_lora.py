@@ -92,6 +92,7 @@ def test_a_quantised_base_is_saved_as_codes():
     with saved_tensors() as saved:
         y = grouped_linear(p.x, q, p.sizes, lora=(p.a, p.b))
     weights = [each for each in saved if each.dim() == 3 and each.shape[:2] == (G, N) and each.shape[2] != R]
+    assert q.scales is not None
     assert {each.data_ptr() for each in weights} == {q.values.data_ptr(), q.scales.data_ptr()}
     values = torch_bridge.dequantize(q, torch.bfloat16)
     plain = grouped_linear(p.x, values, p.sizes, lora=(p.a, p.b))

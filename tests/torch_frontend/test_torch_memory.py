@@ -84,12 +84,12 @@ def test_facts_are_shapes_dtypes_and_nothing_of_the_values() -> None:
 
 def _zero_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """What autograd makes in place of zeros: it has elements, and no memory."""
-    return torch._efficientzerotensor(tuple(shape), dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+    return torch._efficientzerotensor(tuple(shape), dtype=dtype)
 
 
 def _negated(value: Tensor) -> Tensor:
     """`value` as a view of its negative: what its memory has is not its values."""
-    return torch._neg_view(value.detach().neg())  # pyright: ignore[reportPrivateImportUsage]
+    return torch._neg_view(value.detach().neg())
 
 
 @pytest.mark.rule("ERR-1", "ERR-5")
@@ -105,8 +105,8 @@ def test_negated_views_are_refused_also_after_a_call_with_the_same_facts(name: s
 @pytest.mark.rule("ERR-1", "GRD-7")
 def test_main_grad_as_a_negated_view_is_refused() -> None:
     t = small()
-    weight = torch.nn.Parameter(t.w)
-    weight.main_grad = _negated(torch.zeros(t.w.shape))  # pyright: ignore[reportAttributeAccessIssue]
+    weight: Any = torch.nn.Parameter(t.w)
+    weight.main_grad = _negated(torch.zeros(t.w.shape))
     y = grouped_linear(t.x, weight, t.sizes, wgrad_accum="main_grad")
     with asserts.refused(RuntimeError, ["`main_grad` of `weight`", "lazily negated view", "resolve_neg"]):
         y.sum().backward()
@@ -447,7 +447,7 @@ def test_a_kept_program_does_not_run_where_another_device_is_current() -> None:
             operands, 0, (_scaling_program(place=(0, lambda device=current: device, lambda device: 7, torch.uint8)),)
         )
         streams: list[int] = []
-        found = cache.run(operands, 0, lambda *launch, seen=streams: seen.append(launch[-1]))
+        found = cache.run(operands, 0, lambda *launch, seen=streams: seen.append(launch[-1]))  # pyrefly: ignore[missing-attribute]
         assert (found is not None) == runs
         assert streams == [7] * runs
 

@@ -387,6 +387,7 @@ def test_a_compiled_layer_has_the_bits_of_the_eager_one(backend: str, recipe: An
         options |= {"accumulate_into_main_grad": True, "single_grouped_weight": not listed}
     module, x = nn.MoE(128, 64, E, K, **LOSSES, **options), _x(hidden=128)
     mask = torch.from_numpy(mask_of(T)).reshape(SHAPE[:2])
+    assert module.shared is not None
     every: list[Any] = [] if listed is None else [*module.experts.parameters(), *module.shared.parameters()]
     found = []
     for run in (module, torch.compile(module, fullgraph=True, backend=backend)):

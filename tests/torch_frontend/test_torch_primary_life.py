@@ -24,7 +24,7 @@ from tests.torch_frontend.primary_tools import (
     raw,
     same_codes,
 )
-from tests.torch_frontend.recipe_tools import same
+from tests.torch_frontend.recipe_tools import same, state_of
 from torch_bridge import nn, shards
 from torch_bridge.quantized_weight import QuantizedWeight
 from torch_bridge.quantized_weight import named_parts as parts_of
@@ -130,12 +130,12 @@ def test_the_meta_device(recipe: Recipe, listed: bool) -> None:
 def test_plain_checkpoints_are_quantised_with_the_scales_that_they_hold() -> None:
     module, plain = layer(recipes.FP8Delayed), layer(recipes.FP8Delayed, quantized_weights=False)
     with torch.no_grad():
-        plain.scaling_state.scale.fill_(4096)
+        state_of(plain).scale.fill_(4096)
     for _ in range(2):  # whatever was there before
         module.load_state_dict(plain.state_dict())
         weight: Any = next(iter(module.parameters()))
         asserts.bitwise(weight.q.scales, torch.full((3,), 1 / 4096))
-        asserts.bitwise(module.scaling_state.history, plain.scaling_state.history)
+        asserts.bitwise(state_of(module).history, state_of(plain).history)
 
 
 def _mlp(recipe: Recipe | None, listed: bool, **options: Any) -> nn.GroupedMLP:
@@ -152,7 +152,7 @@ by_device = pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_first_values_are_measured(make: Any) -> None:
     """The values from which a new layer made its codes count for the next scales."""
     module = make(recipes.FP8Delayed, False, preserve_high_precision_init=True)
-    live = module.scaling_state.history[1::3, 0]
+    live = state_of(module).history[1::3, 0]
     for found, weight in zip(live, module.parameters(), strict=True):
         asserts.bitwise(found, weight.high_precision_init_val().float().abs().amax(dim=(1, 2)))
 
@@ -162,7 +162,7 @@ def test_first_values_are_measured(make: Any) -> None:
 def test_each_weight_of_an_mlp_is_written_in_its_own_role(listed: bool) -> None:
     """With its own scales and its own amax: of the six operands it is the second of its product."""
     module = _mlp(recipes.FP8Delayed, listed)
-    state = module.scaling_state
+    state = state_of(module)
     state.scale.copy_(torch.arange(1, 19).view(6, 3))
     state.history.zero_()
     with torch.no_grad():
@@ -188,8 +188,8 @@ def test_weights_that_a_checkpoint_replaces_follow_the_state(device: str, listed
     same_codes(module, source)
     for write in ("copy_", "cast_shards"):
         for one in (module, source):
-            one.scaling_state.scale.copy_(torch.arange(1, one.scaling_state.scale.numel() + 1).view(-1, 3))
-            one.scaling_state.history.zero_()
+            state_of(one).scale.copy_(torch.arange(1, state_of(one).scale.numel() + 1).view(-1, 3))
+            state_of(one).history.zero_()
             weights: list[Any] = list(one.parameters())
             with torch.no_grad():
                 if write == "copy_":
@@ -199,15 +199,15 @@ def test_weights_that_a_checkpoint_replaces_follow_the_state(device: str, listed
                     masters = [torch.full((weight.numel(),), 0.5) for weight in weights]
                     shards.cast_shards(weights, masters, [0] * len(weights))
         same_codes(module, source)
-        asserts.bitwise(module.scaling_state.history, source.scaling_state.history)
-        assert (module.scaling_state.history[1, 0] == 0.5).all(), "of weights"
+        asserts.bitwise(state_of(module).history, state_of(source).history)
+        assert (state_of(module).history[1, 0] == 0.5).all(), "of weights"
 
 
 @pytest.mark.rule("CKP-1")
 def test_a_layer_that_is_loaded_alone_goes_on_with_the_state_of_its_mlp() -> None:
     module = _mlp(recipes.FP8Delayed, listed=True)
     module.linear_fc2.load_state_dict(copy.deepcopy(module.linear_fc2.state_dict()), assign=True)
-    module.scaling_state.scale.fill_(4)
+    state_of(module).scale.fill_(4)
     with torch.no_grad():
         for weight in module.linear_fc2.weight_parameters():
             weight.copy_(torch.ones(48, 32))
@@ -225,7 +225,7 @@ def test_plain_checkpoints_that_are_assigned_are_quantised(
     """With the codes of those that are copied, whether or not the checkpoint has a state; one in parts too."""
     plain = make(recipe, listed=True, quantized_weights=False)
     if recipe.delayed:
-        plain.scaling_state.scale.fill_(64)
+        state_of(plain).scale.fill_(64)
     x = torch.randn(11, 48).bfloat16()
     for stateless in (True, False):
         state = {name: each for name, each in plain.state_dict().items() if not (stateless and "scaling" in name)}

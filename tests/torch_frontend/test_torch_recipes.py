@@ -19,7 +19,7 @@ from grouped_core.activations import Activation
 from grouped_core.recipes import Recipe
 from tests import asserts
 from tests.torch_frontend.nn_tools import FUNCTIONS, MODULES, Setup, drawn_key, main_grads, setup
-from tests.torch_frontend.recipe_tools import ALL, BF16, DELAYED, RECIPES, same, seeded, states
+from tests.torch_frontend.recipe_tools import ALL, BF16, DELAYED, RECIPES, same, seeded, state_of, states
 from tests.torch_frontend.torch_tools import counted_launches, leaf, manual_seed
 from torch_bridge import (
     dequantize,
@@ -267,7 +267,8 @@ def test_explain_names_every_launch(
     half = len(s.weights) if form == "grouped_linear" else len(s.weights) // 2
     parts = [s.weights[:half], s.weights[half:]][: len(s.weights) // half]
     weights = [part if listed else part[0] for part in parts]
-    x, options = leaf(s.x), {"recipe": recipe and recipe.bind(s.state, drawn_key() if recipe.stochastic else None)}
+    x = leaf(s.x)
+    options: dict[str, Any] = {"recipe": recipe and recipe.bind(s.state, drawn_key() if recipe.stochastic else None)}
     if accumulate:
         main_grads(s.weights, 0.5)
         options["wgrad_accum"] = "main_grad"
@@ -284,6 +285,7 @@ def test_explain_names_every_launch(
     text = torch_bridge.explain(operation, x, *weights, s.sizes, **options)
     assert torch_bridge.why_unsupported(operation, x, *weights, s.sizes, **options) is None
     if held is not None:
+        assert s.state is not None
         asserts.bitwise(s.state.history, held)
     with counted_launches() as calls:
         operation(x, *weights, s.sizes, **options).backward(s.dy)
@@ -365,8 +367,9 @@ def test_a_master_has_floats() -> None:
 @pytest.mark.rule("ERR-1")
 def test_parts_on_different_devices_are_not_dequantised() -> None:
     q = quantize(torch.ones(2, 3, 4), "mxfp8")
+    scales: Any = q.scales
     with asserts.refused(ValueError, ["`q`", "on meta", "expected cpu", "move it"]):
-        dequantize(replace(q, scales=q.scales.to("meta")))
+        dequantize(replace(q, scales=scales.to("meta")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -652,8 +655,8 @@ def test_the_state_is_part_of_the_layer() -> None:
     names = {"scaling_scale", "scaling_history", "scaling_top"}
     assert {name for name, _ in layer.named_buffers()} == names
     assert {name for name, _ in mlp.named_buffers()} == names, "one state for both products"
-    assert layer.scaling_state.scale.shape == (3, 3)
-    assert mlp.scaling_state.scale.shape == (6, 3)
+    assert state_of(layer).scale.shape == (3, 3)
+    assert state_of(mlp).scale.shape == (6, 3)
     assert nn.GroupedLinear(3, 8, 4, recipe=recipes.MXFP8).scaling_state is None
     assert nn.GroupedMLP(3, 8, 4).scaling_state is None
     sizes = torch.tensor([5, 0, 6], dtype=torch.int32)
@@ -661,15 +664,15 @@ def test_the_state_is_part_of_the_layer() -> None:
         module(torch.randn(11, 8), sizes).sum().backward()
         update_scaling(module.scaling_state)
         for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-            asserts.bitwise(copied.scaling_state.history, module.scaling_state.history)
+            asserts.bitwise(state_of(copied).history, state_of(module).history)
         module.bfloat16()
-        assert module.scaling_state.scale.dtype == torch.float32
+        assert state_of(module).scale.dtype == torch.float32
         other = type(module)(3, 8, 4, recipe=DELAYED)
         other.load_state_dict(module.state_dict())
-        asserts.bitwise(other.scaling_state.scale, module.scaling_state.scale)
+        asserts.bitwise(state_of(other).scale, state_of(module).scale)
         plain = type(module)(3, 8, 4)
         other.load_state_dict(plain.state_dict())  # of another recipe: the state stays
-        asserts.bitwise(other.scaling_state.scale, module.scaling_state.scale)
+        asserts.bitwise(state_of(other).scale, state_of(module).scale)
         other.reset_parameters()
         fresh = scaling_state(DELAYED, 3, products=2 if module is mlp else 1)
         for name in ("scale", "history", "top"):
@@ -702,7 +705,7 @@ def test_expand_shard_for_every_start_and_length() -> None:
             found = []
             for m, (_, part, offset) in enumerate(entries):
                 assert (part is None) == (offset is None)
-                if part is not None:
+                if part is not None and offset is not None:
                     assert len(part), "an overlap of no elements is none"
                     assert part.data_ptr() == buffer[start:].data_ptr() + 4 * len(found)
                     found += [(m, offset + at) for at in range(len(part))]
@@ -733,7 +736,7 @@ def test_expand_shard_of_other_kinds() -> None:
     with asserts.refused(TypeError, ["`members[1]`", "int", "expected a weight"]):
         params.expand_shard([members[0], 1], torch.zeros(2), 0)
     w = torch.randn(2, 32, 64)
-    q = quantize(w, "mxfp8", axis=(2, 1))
+    q: Any = quantize(w, "mxfp8", axis=(2, 1))
     entries = params.expand_shard(q, torch.zeros(2048), 1024)
     assert [(len(part), offset) for _, part, offset in entries] == [(1024, 1024), (1024, 0)]
     for group, (member, _, _) in enumerate(entries):

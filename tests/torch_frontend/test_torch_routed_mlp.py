@@ -131,6 +131,7 @@ def test_no_tokens() -> None:
     y = _routed(p, torch.zeros(0, K, dtype=torch.int32), leaf(torch.zeros(0, K)))
     y.sum().backward()
     assert y.shape == (0, H)
+    assert p.wi.grad is not None
     assert not p.wi.grad.any()
 
 
@@ -365,7 +366,7 @@ def test_compiled_calls_have_the_bits_of_eager_ones(
         options: dict[str, Any] = {"recipe": recipe, "residuals": residuals, "max_rows": room}
         return routed_mlp(x * 2, experts, weights, wi, p.wo, **biases, **options)
 
-    leaves = [p.x, weights, p.wo, p.wi_bias, *(wi if listed else [wi])]
+    leaves: list[Any] = [p.x, weights, p.wo, p.wi_bias, *(wi if listed else [wi])]
     found = [
         (y, *torch.autograd.grad(y, leaves, torch.ones_like(y)))
         for y in (run(p.x, weights), torch.compile(run, fullgraph=True, backend="aot_eager")(p.x, weights))

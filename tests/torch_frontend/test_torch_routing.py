@@ -359,6 +359,7 @@ def _all(logits: Any, x: Any, **given: Any) -> tuple[Any, ...]:
     rows, sizes, permutation = route.permute(x, experts, E, probs=weights)
     padded, _, map = route.pad_groups(rows, sizes, 4)
     y = route.unpermute(route.unpad_groups(padded, map), permutation, weights)
+    assert permutation.probs is not None
     scaled = y * permutation.probs[0]
     return scaled, aux.aux_loss, aux.z_loss, experts, sizes, aux.load, aux.entropy
 
@@ -442,6 +443,7 @@ def test_gradients_are_not_differentiable() -> None:
     for name, result in (("topk_router", weights), ("permute", rows), ("unpermute", summed), ("pad_groups", padded)):
         inputs = logits if name == "topk_router" else x if name == "permute" else None
         if inputs is None:
+            assert result.grad_fn is not None
             (edge,) = [each for each, _ in result.grad_fn.next_functions if each is not None]
             inputs = getattr(edge, "variable")  # noqa: B009
         (gradient,) = torch.autograd.grad(result.sum(), inputs, create_graph=True)

@@ -12,7 +12,7 @@ from grouped_core import recipes
 from tests import asserts
 from tests.torch_frontend.compile_tools import compiled, eager
 from tests.torch_frontend.nn_tools import setup
-from tests.torch_frontend.recipe_tools import BF16, same, states
+from tests.torch_frontend.recipe_tools import BF16, same, state_of, states
 from tests.torch_frontend.torch_tools import leaf, manual_seed
 from torch_bridge import (
     dequantize,
@@ -132,7 +132,7 @@ def test_hidden_rows_are_made_again_of_the_cached_codes(needs_x: bool, dgrad: An
         y = module(x, sizes, is_first_microbatch=False)
         y.square().sum().backward()
         found.append([y, x.grad, *(weight.grad for weight in module.linear_fc2.parameters())])
-    assert (module.scaling_state.scale != 1).any()
+    assert (state_of(module).scale != 1).any()
     same(found[1], found[0])
 
 

@@ -22,12 +22,12 @@ from tests.torch_frontend.primary_tools import (
     raw,
     same_codes,
 )
-from tests.torch_frontend.recipe_tools import same
+from tests.torch_frontend.recipe_tools import same, state_of
 from torch_bridge import nn, parallel, params, quantize, shards, update_scaling
 from torch_bridge.quantized_weight import named_parts as parts_of
 
 
-def shard_lists(module: Any, masters: list[Tensor], cuts: list[int]) -> list[tuple[Any, Any, Any]]:
+def shard_lists(module: Any, masters: list[Tensor], cuts: list[int]) -> list[tuple[Any, ...]]:
     """What each rank casts: masters follow one another, last first as in Megatron's buffers, and are cut."""
     weights = list(module.parameters())[::-1]
     flat = torch.cat([each.reshape(-1) for each in masters[::-1]])
@@ -59,9 +59,9 @@ def test_a_whole_shard_is_a_whole_cast(recipe: Recipe, listed: bool) -> None:
             if one.scaling_state is not None:
                 update_scaling(one.scaling_state)
         if recipe.delayed:
-            asserts.bitwise(module.scaling_state.scale, written.scaling_state.scale)
-            asserts.bitwise(module.scaling_state.history, written.scaling_state.history)
-            assert (module.scaling_state.scale[1] != 1).all()
+            asserts.bitwise(state_of(module).scale, state_of(written).scale)
+            asserts.bitwise(state_of(module).history, state_of(written).history)
+            assert (state_of(module).scale[1] != 1).all()
 
 
 @pytest.mark.rule("QNT-6", "QNT-3")
@@ -76,7 +76,7 @@ def test_a_flag_keeps_the_cast_from_writing(recipe: Recipe) -> None:
     shards.cast_shards(*arguments, skip=skip)
     same([*raw(module).values()], [*before.values()])
     if state is not None:
-        asserts.bitwise(module.scaling_state.history, state)
+        asserts.bitwise(state_of(module).history, state)
     wanted = copy.deepcopy(module)
     shards.cast_shards(*shard_lists(wanted, masters, [])[0])
     skip.zero_()
@@ -98,7 +98,7 @@ def test_members_that_are_not_named_stay_as_they_are(recipe: Recipe, flagged: bo
     shards.cast_shards([weights[1]], [master.view(-1)], [0], skip=skip)
     same_codes(module, written)
     if module.scaling_state is not None:
-        asserts.bitwise(module.scaling_state.history, written.scaling_state.history)
+        asserts.bitwise(state_of(module).history, state_of(written).history)
 
 
 @pytest.mark.rule("QNT-3")

@@ -58,7 +58,7 @@ class GroupedMLP(nn.Module):
                 "take the spec from `provider(...)`, or leave them out",
             )
         if pg_collection is None:
-            from megatron.core.transformer.moe.moe_utils import (  # pyright: ignore[reportMissingImports]
+            from megatron.core.transformer.moe.moe_utils import (
                 get_default_pg_collection,
             )
 
@@ -127,7 +127,7 @@ class GroupedMLP(nn.Module):
 
     def _initialise(self) -> None:
         """Draws the weights with Megatron's initialisers and generators; biases are zero."""
-        from megatron.core.tensor_parallel import layers as host  # pyright: ignore[reportMissingImports]
+        from megatron.core.tensor_parallel import layers as host
 
         for _, layer, init, axis in self._layers():
             stride = 2 if axis == 0 and self.activation.gated else 1
@@ -157,8 +157,8 @@ class GroupedMLP(nn.Module):
         Raises:
             NotImplementedError: the recipe has delayed scaling, whose state these checkpoints do not hold.
         """
-        from megatron.core.transformer import utils as host  # pyright: ignore[reportMissingImports]
-        from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # pyright: ignore[reportMissingImports]
+        from megatron.core.transformer import utils as host
+        from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
         if self.recipe is not None and self.recipe.delayed:
             raise refuse(
@@ -255,8 +255,8 @@ _GATED: dict[str | None, str] = {"silu": "swiglu", "gelu_erf": "geglu_erf", "gel
 
 def _names() -> dict[Any, str]:
     """Our names of Megatron's activation functions."""
-    from megatron.core import activations  # pyright: ignore[reportMissingImports]
-    from megatron.core.fusions import fused_bias_geglu  # pyright: ignore[reportMissingImports]
+    from megatron.core import activations
+    from megatron.core.fusions import fused_bias_geglu
 
     return {
         F.silu: "silu",
@@ -348,10 +348,10 @@ def register(*, recipe: Recipe | None = None, residuals: str | Residuals = "save
     Raises:
         ImportError: megatron-core is not installed. NotImplementedError: a provider has other parameters.
     """
-    from megatron.core.extensions.transformer_engine_spec_provider import (  # pyright: ignore[reportMissingImports]
+    from megatron.core.extensions.transformer_engine_spec_provider import (
         TESpecProvider,
     )
-    from megatron.core.models.backends import LocalSpecProvider  # pyright: ignore[reportMissingImports]
+    from megatron.core.models.backends import LocalSpecProvider
 
     ours = experts(recipe=recipe, residuals=residuals)
 

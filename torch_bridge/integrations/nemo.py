@@ -51,7 +51,7 @@ def register(*, recipe: Recipe | None = None, residuals: str | Residuals = "save
         ImportError: nemo-automodel is not installed. TypeError, ValueError: an option has an invalid value.
         NotImplementedError: the recipe needs a state or keys, or a function of Automodel has other parameters.
     """
-    from nemo_automodel.components.moe import experts, optimized_ops  # pyright: ignore[reportMissingImports]
+    from nemo_automodel.components.moe import experts, optimized_ops
 
     options = options_of("NeMo Automodel", recipe, residuals)
     weigh = optimized_ops._apply_router_weight_fp32
@@ -86,7 +86,7 @@ def grouped_mm_of(options: Options) -> Callable[..., Tensor]:
     ) -> Tensor:
         _check(self)
         experts = (indices - experts_start_idx).masked_fill(~token_mask.unsqueeze(-1), -1)  # others add nothing
-        keywords = {
+        keywords: dict[str, Any] = {
             **options.keywords(),
             "rhs_transposed": False,
             "activation": activation_of(self.config),

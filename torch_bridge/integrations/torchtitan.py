@@ -52,9 +52,9 @@ def register(
         ImportError: torchtitan is not installed. TypeError, ValueError: an option has an invalid value.
         NotImplementedError: the recipe needs a state or keys, or a function of torchtitan has other parameters.
     """
-    from torchtitan.distributed import activation_checkpoint  # pyright: ignore[reportMissingImports]
-    from torchtitan.models.common import moe  # pyright: ignore[reportMissingImports]
-    from torchtitan.models.gpt_oss import moe as gpt_oss  # pyright: ignore[reportMissingImports]
+    from torchtitan.distributed import activation_checkpoint
+    from torchtitan.models.common import moe
+    from torchtitan.models.gpt_oss import moe as gpt_oss
 
     options = options_of("torchtitan", recipe, residuals)
     experts, gpt_oss_experts = moe.GroupedExperts, gpt_oss.GptOssGroupedExperts
@@ -138,7 +138,7 @@ def _share(weight: Any, bias: Tensor) -> Tensor:
     mesh: Any = getattr(weight, "device_mesh", None)
     if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
         return bias
-    from torchtitan.models.gpt_oss.moe import ScaleBiasForward  # pyright: ignore[reportMissingImports]
+    from torchtitan.models.gpt_oss.moe import ScaleBiasForward
 
     return ScaleBiasForward.apply(bias, mesh.size(mesh.mesh_dim_names.index("tp")), bias.dtype)
 
@@ -149,7 +149,7 @@ def _checked(module: Any, layout: _Layout, product: Any) -> list[Any]:
     Raises:
         NotImplementedError: it has other Parameters, or another product; or torchtitan checks types of distribution.
     """
-    import spmd_types  # pyright: ignore[reportMissingImports]
+    import spmd_types
 
     kind = type(module)
     if spmd_types.is_type_checking():

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan.config import derive, override  # pyright: ignore[reportMissingImports]
-from torchtitan.distributed.activation_checkpoint import SelectiveAC  # pyright: ignore[reportMissingImports]
-from torchtitan.models.common.moe import GroupedExperts  # pyright: ignore[reportMissingImports]
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts  # pyright: ignore[reportMissingImports]
+from torchtitan.config import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 import torch_bridge
 from torch_bridge.integrations._options import options_of, refuse

@@ -226,7 +226,9 @@ def _strayed(weight: QuantizedWeight, member: QTensor[Tensor]) -> bool:
 
 def _assembled(like: QTensor[Tensor], parts: dict[str, Tensor], prefix: str = "") -> QTensor[Tensor]:
     """Makes a `QTensor` with the forms of `like` from the tensors `parts`, whose number of groups may differ."""
-    own = {name.removeprefix(prefix): part for name, part in parts.items() if name.rpartition(".")[0] == prefix[:-1]}
+    own: dict[str, Any] = {
+        name.removeprefix(prefix): part for name, part in parts.items() if name.rpartition(".")[0] == prefix[:-1]
+    }
     groups = own["values"].shape[0]
     other = None if like.other is None else _assembled(like.other, parts, "other.")
     return dataclasses.replace(like, **own, other=other, shape=(groups, *like.shape[1:]))

@@ -84,9 +84,9 @@ class Router(Module):
 class RoutedMLP(GroupedMLP):
     """A `GroupedMLP` that takes tokens instead of sorted rows; parameters, options and methods are the same."""
 
-    operation = staticmethod(routed_mlp)
+    operation = staticmethod(routed_mlp)  # pyrefly: ignore[bad-override]
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyrefly: ignore[bad-override-param-name]
         self,
         x: Tensor,
         experts: Tensor,
@@ -137,6 +137,7 @@ class MoE(Module):
     """
 
     operation = staticmethod(moe)
+    transport: Transport | None
     shared: GroupedMLP | None
     shared_gate: Router | None
 
@@ -201,7 +202,7 @@ class MoE(Module):
             )
         self.jitter, self.num_experts = jitter, num_experts
         self.process_group, self.transport, self.chunks, own = None, None, 1, num_experts
-        how = {"transport": transport, "budget_factor": budget_factor, "once_per_rank": once_per_rank}
+        how: dict[str, Any] = {"transport": transport, "budget_factor": budget_factor, "once_per_rank": once_per_rank}
         how |= {"send": send, "chunks": chunks}
         if process_group is not None:
             self._spread(process_group, options.get("recipe"), adapted=options.get("lora_rank") is not None, **how)

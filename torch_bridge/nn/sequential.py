@@ -282,7 +282,8 @@ def _extras(layer: Module) -> int:
         return 1 + layer.scale_bias
     if isinstance(layer, Sequential):
         return sum(_extras(each) for each in layer._layers())
-    return {ScaledActivation: 1, GroupedMLP: 2}.get(_kind(layer), 0)
+    counts: dict[type[Module], int] = {ScaledActivation: 1, GroupedMLP: 2}
+    return counts.get(_kind(layer), 0)
 
 
 def _kind(layer: Module) -> type[Module]:
