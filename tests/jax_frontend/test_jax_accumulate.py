@@ -96,7 +96,7 @@ def test_accumulators_of_every_dtype(dtype, accum_dtype, transposed):
 @pytest.mark.parametrize("form", ["sink", "ref"])  # stacked Refs have a test of their own below
 def test_a_donated_accumulator_is_not_copied(form):
     (x,), (w,) = data()
-    before = jnp.zeros(w.shape, jnp.float32)
+    before = jax.jit(partial(jnp.zeros, w.shape, jnp.float32))()  # memory of JAX's own, not of NumPy (eager_jax.py)
 
     def step(x, w, before):
         return accumulated(form, x, w, before)[1]
