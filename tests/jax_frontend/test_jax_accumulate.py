@@ -28,7 +28,7 @@ def data(dtype: str = "bfloat16", layers: int = 1, batches: int = 1) -> tuple[ja
     """Rows of each microbatch and weights of each layer: small integers, so that sums are exact in any order."""
     x = np.rint(cases.normal((batches, 16, 12), "float32", "x"))
     w = np.rint(cases.normal((layers, 3, 12, 12), "float32", "w"))
-    return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+    return jnp.asarray(x.astype(dtype)), jnp.asarray(w.astype(dtype))
 
 
 def loss(x: Any, w: Any, accum: Any = None, **options: Any) -> jax.Array:
