@@ -70,7 +70,7 @@ def _filled(impl: Callable[..., Any], alone: Callable[[], bool]) -> Callable[...
 
     def broadcast(operand: Any, *lengths: Any, **options: Any) -> Any:
         number = isinstance(operand, jax.Array) and operand.shape == () and isinstance(operand.dtype, np.dtype)
-        if number and alone() and not (lengths or operand.weak_type or operand.committed or options["sharding"]):
+        if number and alone() and not (lengths or operand.weak_type or operand.committed or options.get("sharding")):
             return _held(np.full(options["shape"], np.asarray(operand)))
         return impl(operand, *lengths, **options)
 
@@ -88,7 +88,7 @@ def _drawn(draw: Callable[..., Any], alone: Callable[[], bool]) -> Callable[...,
             or key.shape
             or any(map(np.ndim, (*bounds, *named.values())))
             or str(jax.random.key_impl(key)) != "threefry2x32"
-            or not jax.config.jax_threefry_partitionable
+            or not jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
             or not jax.numpy.issubdtype(dtype, np.floating)
             or len(key.devices()) > 1
             or math.prod(shape) > LENGTHS[-1]
