@@ -10,6 +10,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.pop("GROUPED_DEBUG", None)  # of whoever runs the tests: it adds checks
+# Dynamo collects garbage after each graph, which takes 10 to 50 ms of .2 to 2 s; Python itself does so later.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes of xdist and PyTorch share a GPU
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores already: threads of PyTorch and NumPy would wait for each other in loops. Kernels of this
@@ -31,7 +33,7 @@ from typing import Any
 
 import pytest
 
-from tests import cases
+from tests import cases, eager_jax
 
 ROOT = Path(__file__).resolve().parent.parent
 Draw = Callable[[Mapping[str, Sequence[Any]], "Callable[..., bool] | None"], list[tuple[Any, ...]]]
@@ -104,6 +106,17 @@ def _report_less(config: pytest.Config) -> None:
     config.pluginmanager.register(worker)
 
 
+def measure_no_guards() -> None:
+    """Keeps Dynamo, where it is imported, from measuring guards, for this process and those that it forks.
+
+    For its log alone Dynamo measures how long the guards of each graph take when no cache of the processor holds them;
+    that costs 20 ms per graph, mostly for memory that is written to empty these caches, and no setting of Dynamo turns
+    it off. test_torch_recipes_compile.py alone has 240 graphs.
+    """
+    if hasattr(guards := sys.modules.get("torch._dynamo.guards"), "profile_guard_manager"):
+        setattr(guards, "profile_guard_manager", lambda *_: 0.0)  # noqa: B010
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """Collects without Python's garbage collector, which would look at a million living objects again and again.
@@ -117,15 +130,13 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.freeze()
         gc.set_threshold(*COLLECTED_AFTER)
         gc.enable()
-        # For its log alone Dynamo measures how long the guards of each graph take when no cache of the processor holds
-        # them; that costs 20 ms per graph, mostly for memory that is written to empty these caches, and no setting of
-        # Dynamo turns it off. test_torch_recipes_compile.py alone has 240 graphs.
-        if hasattr(guards := sys.modules.get("torch._dynamo.guards"), "profile_guard_manager"):
-            setattr(guards, "profile_guard_manager", lambda *_: 0.0)  # noqa: B010
+        measure_no_guards()
         # For each program JAX registers the dialects of MLIR in a context of its own, which takes 6 ms, a tenth of what
         # the tests of parity take. Tests lower thousands of small programs, for which one context does.
         if hasattr(mlir := sys.modules.get("jax._src.interpreters.mlir"), "make_ir_context"):
             setattr(mlir, "make_ir_context", cache(mlir.make_ir_context))  # noqa: B010
+        if "jax" in sys.modules:  # there too small programs take most of the time
+            eager_jax.share_programs()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

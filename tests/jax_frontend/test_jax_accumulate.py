@@ -28,7 +28,7 @@ def data(dtype: str = "bfloat16", layers: int = 1, batches: int = 1) -> tuple[ja
     """Rows of each microbatch and weights of each layer: small integers, so that sums are exact in any order."""
     x = np.rint(cases.normal((batches, 16, 12), "float32", "x"))
     w = np.rint(cases.normal((layers, 3, 12, 12), "float32", "w"))
-    return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+    return jnp.asarray(x.astype(dtype)), jnp.asarray(w.astype(dtype))
 
 
 def loss(x: Any, w: Any, accum: Any = None, **options: Any) -> jax.Array:
@@ -96,7 +96,7 @@ def test_accumulators_of_every_dtype(dtype, accum_dtype, transposed):
 @pytest.mark.parametrize("form", ["sink", "ref"])  # stacked Refs have a test of their own below
 def test_a_donated_accumulator_is_not_copied(form):
     (x,), (w,) = data()
-    before = jnp.zeros(w.shape, jnp.float32)
+    before = jax.jit(partial(jnp.zeros, w.shape, jnp.float32))()  # memory of JAX's own, not of NumPy (eager_jax.py)
 
     def step(x, w, before):
         return accumulated(form, x, w, before)[1]

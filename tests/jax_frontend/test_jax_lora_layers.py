@@ -276,8 +276,8 @@ def test_layers_over_a_mesh_are_merged_where_their_experts_are(
     """With the bits of one device. No weight moves, and a shared expert stays whole."""
     expected = _merged(kind, build(kind, "MoE", shared_dim=shared))
     mesh = mesh_of(mesh_kind, data=2, expert=G)
+    layer = _spread(kind, build(kind, "MoE", shared_dim=shared), mesh, P("expert"), of_adapters)
     with jax.set_mesh(mesh):
-        layer = _spread(kind, build(kind, "MoE", shared_dim=shared), mesh, P("expert"), of_adapters)
         if kind == "linen":
             merge = partial(linen.merge, layer.definition)
             variables = {"params": layer.params, "lora": layer.factors}
@@ -296,8 +296,8 @@ def test_layers_over_a_mesh_are_merged_where_their_experts_are(
 @pytest.mark.parametrize("mesh_kind", [AxisType.Auto, AxisType.Explicit])
 def test_merging_over_a_mesh_gathers_nothing(mesh_kind: AxisType):
     mesh = mesh_of(mesh_kind, expert=G)
+    layer = _spread("linen", build("linen", "MoE"), mesh, P("expert"), P("expert"))
     with jax.set_mesh(mesh):
-        layer = _spread("linen", build("linen", "MoE"), mesh, P("expert"), P("expert"))
         merge = jax.jit(partial(linen.merge, layer.definition))
         text = optimised(merge.lower({"params": layer.params, "lora": layer.factors}))
     assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))

@@ -431,7 +431,8 @@ def test_a_shared_expert_takes_no_sharding_along_its_one_group(kind: Any) -> Non
         "wo_metadata": {"out_sharding": ("expert", None, None)},
         "router_metadata": {"out_sharding": (None, "expert")},
     }
-    options: dict[str, Any] = {"shared_dim": S, "shared_gate": True, **axes}
+    zeros = jax.nn.initializers.zeros  # draws over a mesh compile for seconds
+    options: dict[str, Any] = {"shared_dim": S, "shared_gate": True, "kernel_init": zeros, "router_init": zeros, **axes}
     with jax.set_mesh(jax.make_mesh((2,), ("expert",), axis_types=(kind,), devices=jax.devices()[:2])):
         layer = nnx.MoE(H, F, E, K, rngs=flax_nnx.Rngs(0), **options)
         assert not layer.wi[...].sharding.is_fully_replicated
@@ -439,7 +440,8 @@ def test_a_shared_expert_takes_no_sharding_along_its_one_group(kind: Any) -> Non
         for alone in (layer.shared.wi, layer.shared.wo, layer.shared.gate):
             assert alone is not None
             assert alone[...].sharding.is_fully_replicated
-    specs = flax.linen.get_partition_spec(linen.MoE(H, F, E, K, **options).init(jax.random.key(0), jnp.zeros((1, H))))
+    init = linen.MoE(H, F, E, K, **options).init
+    specs = flax.linen.get_partition_spec(jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, H))))
     assert specs["params"]["wi"][0] == "expert"
     assert specs["params"]["shared"]["wi"] == jax.sharding.PartitionSpec(None, None, None)
     assert specs["params"]["shared"]["gate"] == jax.sharding.PartitionSpec(None, None)

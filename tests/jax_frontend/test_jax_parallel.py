@@ -510,8 +510,11 @@ def test_layers_are_trained_with_delayed_scaling(data: int, kind: AxisType, jitt
     x, dy, mesh = draw(T, H, dtype="bfloat16", seed="x"), draw(T, H, seed="dy"), mesh_of(kind, data=data, expert=4)
     axes, roles = MeshAxes(data="data", expert="expert"), slice(None) if data == 1 else jnp.array([0, 1, 4])
 
-    def train(x: Any, axes: MeshAxes | None, place: Any) -> Any:
-        layer = nnx.MoE(H, F, E, K, mesh_axes=axes, recipe=FP8Delayed, param_dtype=jnp.bfloat16, rngs=flax_nnx.Rngs(0))
+    def made(axes: MeshAxes | None) -> nnx.MoE:
+        options: dict[str, Any] = {"recipe": FP8Delayed, "param_dtype": jnp.bfloat16, "rngs": flax_nnx.Rngs(0)}
+        return nnx.MoE(H, F, E, K, mesh_axes=axes, **options)
+
+    def train(x: Any, layer: nnx.MoE, place: Any) -> Any:
         structure, params, scaling = flax_nnx.split(layer, flax_nnx.Param, nnx.Scaling)
 
         def loss(params: Any, scaling: Any, x: Any) -> Any:
@@ -534,9 +537,9 @@ def test_layers_are_trained_with_delayed_scaling(data: int, kind: AxisType, jitt
         placed = [jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)]
         return jax.tree.unflatten(tree, placed)
 
-    expected = train(x, None, lambda state: state)
+    expected, layer = train(x, made(None), lambda state: state), made(axes)
     with jax.set_mesh(mesh):
-        found = train(jax.device_put(x, NamedSharding(mesh, P(("data", "expert")))), axes, split)
+        found = train(jax.device_put(x, NamedSharding(mesh, P(("data", "expert")))), layer, split)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         asserts.bitwise(np.asarray(mine)[roles], np.asarray(theirs)[roles], "state")
     assert [each.sharding.spec[-1] for each in (found.scale, found.history)] == ["expert"] * 2

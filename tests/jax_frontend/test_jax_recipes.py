@@ -27,7 +27,7 @@ DELAYED = recipes.FP8Delayed.replace(history=3)
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = jnp.bfloat16) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
 def step(state: ScalingState[Any], x: jax.Array, reached: Any) -> ScalingState[Any]:

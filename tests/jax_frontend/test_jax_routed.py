@@ -51,8 +51,9 @@ def problem(
         "wo_bias": draw(groups, hidden, seed="b2"),
     }
     experts = np.argsort(draw(tokens, groups, seed="experts"), axis=1)[:, :slots].astype(np.int32)
-    arrays = {name: jnp.asarray(each, "float32" if name == "weights" else dtype) for name, each in given.items()}
-    return arrays, jnp.asarray(experts), jnp.asarray(draw(tokens, hidden, seed="dy"), dtype)
+    dtypes = {"weights": "float32"}
+    arrays = {name: jnp.asarray(each.astype(dtypes.get(name, dtype))) for name, each in given.items()}
+    return arrays, jnp.asarray(experts), jnp.asarray(draw(tokens, hidden, seed="dy").astype(dtype))
 
 
 def call(a: dict[str, Any], experts: Any, **options: Any) -> Any:

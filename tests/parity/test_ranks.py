@@ -62,7 +62,7 @@ RECIPES = (None, FP8Current)
 
 
 def _jax_array(shape: tuple[int, ...], dtype: str) -> jax.Array:
-    return jnp.asarray(np.full(shape, 2 if dtype == "int32" else 1), dtype)  # of NumPy: no program is compiled
+    return jnp.asarray(np.full(shape, 2 if dtype == "int32" else 1, dtype))  # of NumPy: no program is compiled
 
 
 def _jax_quantized(*shape: int) -> Any:

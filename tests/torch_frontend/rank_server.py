@@ -17,10 +17,12 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.conftest import COLLECTED_AFTER
+from tests.conftest import COLLECTED_AFTER, measure_no_guards
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the problems are made by tools that import it
 MODULES = ("parallel_checks", "expert_parallel_checks")
+OF_GRAPHS = "torch._inductor.compile_fx"
+"""The first graph of a process imports it with 200 other modules, whatever the backend, which takes 1.7 s."""
 
 
 def _program(module: str, options: list[str], printed: str) -> None:
@@ -45,6 +47,8 @@ if __name__ == "__main__":
     package = __spec__.parent
     for name in MODULES:
         importlib.import_module(f"{package}.{name}")
+    importlib.import_module(OF_GRAPHS)
+    measure_no_guards()
     gc.freeze()  # what is imported is never garbage, and no rank copies its pages to look at it
     gc.set_threshold(*COLLECTED_AFTER)
     for line in sys.stdin:
