@@ -118,7 +118,7 @@ def measure_no_guards() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, Any, Any]:
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """Collects without Python's garbage collector, which would look at a million living objects again and again.
 
     What lives after that, modules and the tests themselves, is not looked at while the tests run either.
@@ -135,7 +135,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
         # the tests of parity take. Tests lower thousands of small programs, for which one context does.
         if hasattr(mlir := sys.modules.get("jax._src.interpreters.mlir"), "make_ir_context"):
             setattr(mlir, "make_ir_context", cache(mlir.make_ir_context))  # noqa: B010
-        if "jax" in sys.modules:  # there too small programs take most of the time
+        if "jax" in sys.modules and not session.config.getoption("--full"):
             eager_jax.share_programs()
 
 

@@ -88,7 +88,7 @@ def _drawn(draw: Callable[..., Any], alone: Callable[[], bool]) -> Callable[...,
             or key.shape
             or any(map(np.ndim, (*bounds, *named.values())))
             or str(jax.random.key_impl(key)) != "threefry2x32"
-            or not jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+            or not jax.config.jax_threefry_partitionable  # pyrefly: ignore[missing-attribute]
             or not jax.numpy.issubdtype(dtype, np.floating)
             or len(key.devices()) > 1
             or math.prod(shape) > LENGTHS[-1]
