@@ -356,7 +356,8 @@ def quantize(
     _checked({}, {"x": x, "group_sizes": sizes, "key": key})
     run = ArrayRunner(x)
     if len(x_spec.shape) == 2:
-        sizes = run.xp.full((1,), x_spec.shape[0], "int32") if sizes is None else run.sizes(sizes)
+        # A copy, because the caller may write the next sizes into its own.
+        sizes = run.xp.full((1,), x_spec.shape[0], "int32") if sizes is None else run.xp.array(run.sizes(sizes))
     return quantizing.quantize(run, x, fmt, axes, sizes, key=key)
 
 
@@ -394,6 +395,7 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
 
 def update_scaling(state: ScalingState[Any]) -> ScalingState[Any]:
     """The state of the next step (numerics 2.5): scales from the amax history, and an empty slot for new amaxes."""
+    scaling.check_state(state)
     return scaling.update(ArrayRunner(state.scale), state)
 
 

@@ -174,6 +174,12 @@ def _workspace(count: int) -> str:
     return f", workspace {count} bytes" if count else ""
 
 
+def check_arch(arch: Any) -> None:
+    """Refuses an `arch` that is neither a name nor None. Raises TypeError."""
+    if arch is not None and not isinstance(arch, str):
+        raise TypeError(f'`arch`: {arch!r}, expected None or a name such as "cpu", "sm_80" or "sm_90a"; pass its name.')
+
+
 def why_not(plan_calls: Callable[[], Sequence[Call]], arch: str) -> str | None:
     """None where all calls of `plan_calls` run on `arch`, else the message of the error that the operation raises."""
     try:

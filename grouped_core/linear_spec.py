@@ -5,7 +5,8 @@ Letters: G groups, M rows, K in, N out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -366,3 +367,19 @@ def check_wgrad_dtype(op: Linear, accumulator: ArraySpec) -> None:
             f"`{n.wgrad}`: {op.wgrad_dtype}, expected None or {accumulator.dtype} = dtype of `{n.accum}`; "
             f"leave `{n.wgrad}` None, the accumulator sets the dtype."
         )
+
+
+def check_keywords(layer: str, given: Iterable[str], *kinds: Callable[..., Any]) -> None:
+    """Refuses a keyword of `layer` that none of the layers `kinds`, which get its keywords, has. Raises TypeError.
+
+    Without this check the innermost layer would refuse it, by a name that the user did not write. No MLP takes
+    `scale_bias`.
+    """
+    every = [each for kind in kinds for each in inspect.signature(kind).parameters.values()]
+    known = {each.name for each in every if each.kind is each.KEYWORD_ONLY} - {"scale_bias"}
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"`{name}` of {layer}: given, expected no such keyword; leave it out, or choose one of "
+                f"{', '.join(sorted(known))}."
+            )

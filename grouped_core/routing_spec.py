@@ -106,7 +106,8 @@ def router_option(
         most = f"1 to {min(experts, MAX_SLOTS)}, at most one slot per expert and {MAX_SLOTS}"
         raise _wrong("k", k, most, "choose a smaller k")
     factors = {"scale": scale, "aux_coeff": aux_coeff, "z_coeff": z_coeff, "jitter": jitter}
-    scale, aux_coeff, z_coeff, jitter = numbers("topk_router", **factors)
+    # -0.0 becomes 0.0, which has the same key in caches.
+    scale, aux_coeff, z_coeff, jitter = [each + 0.0 for each in numbers("topk_router", **factors)]
     if after_topk and score != "softmax":
         words = "its default, because only a softmax can be taken over the chosen experts instead of all"
         remedy = "leave it out, or pass score='softmax'; `normalize` says whether the weights of the others sum to 1"

@@ -203,6 +203,12 @@ def write(
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     position = 0
     for name, facts in entries.items():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"checkpoint file `{path}`: a tensor named {name!a}, expected a name that UTF-8 can express; rename it."
+            ) from None
         end = position + facts.nbytes
         header[name] = {"dtype": _NAMES[facts.dtype], "shape": list(facts.shape), "data_offsets": [position, end]}
         position = end

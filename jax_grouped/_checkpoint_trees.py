@@ -208,6 +208,17 @@ def to_numpy(name: str, value: Any) -> NDArray[Any]:
     return np.asarray(value)
 
 
+def check_holds(name: str, like: Any) -> None:
+    """Refuses a description of an array whose dtype JAX would narrow, because x64 is off. Raises ValueError."""
+    if not isinstance(like, jax.ShapeDtypeStruct) or not isinstance(like.dtype, np.dtype):
+        return
+    if (held := jax.dtypes.canonicalize_dtype(like.dtype)) != like.dtype:
+        raise ValueError(
+            f"`{name}` of `like`: {like.dtype}, which JAX holds as {held} while jax_enable_x64 is off, expected a "
+            f"dtype that keeps the values; pass `np.zeros({like.shape}, np.{like.dtype})`, or turn jax_enable_x64 on."
+        )
+
+
 def placed(value: Any, like: Any) -> Any:
     """An array where `like` is: its sharding, its device, or the host."""
     if isinstance(like, np.ndarray):

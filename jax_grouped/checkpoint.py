@@ -22,7 +22,7 @@ from grouped_core.checkpoint_metadata import NAME, Spec, beside
 from grouped_core.checkpoint_plan import Plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
 from grouped_core.layouts import LAYOUTS
-from jax_grouped._checkpoint_trees import JAX, Tree, checked, facts_of, is_flat, nested, placed, to_numpy
+from jax_grouped._checkpoint_trees import JAX, Tree, check_holds, checked, facts_of, is_flat, nested, placed, to_numpy
 
 _Tree = TypeVar("_Tree")
 Interleave = int | tuple[int | None, int | None] | None
@@ -105,6 +105,8 @@ def load(
     """
     whole, ranks = checked(like), shard_option(shard)
     target, quantised = checkpoint_tensors.flatten(whole.flat)
+    for key, value in target.items():
+        check_holds(key, value)
     entries = {key: facts_of(value) for key, value in target.items()}
     formats = {key: formats_of(q) for key, q in quantised.items()}
     optional = frozenset(key for key in entries if _STATE.fullmatch(key))

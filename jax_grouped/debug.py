@@ -58,6 +58,7 @@ def why_unsupported(op: Callable[..., Any], *args: Any, arch: str | None = None,
     Raises:
         TypeError: `op` is not an operation of this package, or does not accept such arguments.
     """
+    debug.check_arch(arch)
     return debug.why_not(_planner(op, args, kwargs), arch or default_arch())
 
 
@@ -69,4 +70,5 @@ def explain(op: Callable[..., Any], *args: Any, arch: str | None = None, **kwarg
     Raises:
         TypeError, ValueError: as `op` itself for these arguments.
     """
+    debug.check_arch(arch)
     return debug.explain_calls(_planner(op, args, kwargs)(), arch or default_arch())

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from grouped_core import lora
 from grouped_core.activations import Activation, resolve
+from grouped_core.linear_spec import check_keywords
 from grouped_core.lora import LayerOptions
 from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.ranks import check_rank
@@ -394,6 +395,7 @@ class MoE(_Experts):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
+        check_keywords("MoE", options, MoE.__init__, GroupedMLP.__init__, _Experts.__init__)
         self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
         self.score, self.after_topk, self.normalize, self.scale = score, after_topk, normalize, scale
         self.num_groups, self.topk_groups, self.group_topk = num_groups, topk_groups, group_topk

@@ -31,7 +31,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._cache import Cache
-from torch_bridge._checks import MLP_NAMES, NAMES, address, check_operand, check_readable, refuse_transforms
+from torch_bridge._checks import MLP_NAMES, NAMES, address, check_operand, check_readable, is_negated, refuse_transforms
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import FactsCache
 from torch_bridge._scaling import Scaling
@@ -380,8 +380,8 @@ def _arguments(
                 cache = _checked.keep(key, facts_cache())
         except TypeError:  # an option without a hash, such as a list, which the checks refuse
             cache = None
-        for each in arrays:
-            if type(each) is Tensor and each.is_neg():  # facts do not show it; the checks refuse it
+        for each in arrays:  # facts do not show that a tensor is negated; the checks refuse it
+            if each.is_neg() if type(each) is Tensor else each is not None and is_negated(each):
                 break
         else:
             found = None if cache is None else cache.find(arrays)
@@ -641,7 +641,7 @@ def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | Non
     written = []
     for name, buffer in ((NAMES.out, out), (NAMES.grad_input, grad_input)):
         if buffer is not None:
-            check_operand(name, buffer, home(given.x))
+            check_readable(name, buffer, home(given.x))
             check_writable(name, buffer)
             written.append((name, buffer))
     check_apart_from_operands(written, given)

@@ -47,6 +47,13 @@ NEGATED = "a lazily negated view, expected a tensor whose memory has its signs; 
 """The message for tensors whose `is_neg()` is true. Dynamo cannot trace `is_neg`, so graphs are not checked for it."""
 
 
+def is_negated(value: Any) -> bool:
+    """Whether a plain tensor or Parameter, or a member of a list of them, is a lazily negated view."""
+    if type(value) in (list, tuple):
+        return any(is_negated(each) for each in value)
+    return type(value) in (Tensor, torch.nn.Parameter) and value.is_neg()
+
+
 def _check_local(name: str, value: Tensor) -> None:
     if is_distributed(value):
         raise ValueError(

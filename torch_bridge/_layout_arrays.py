@@ -39,7 +39,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def to_numpy(value: Tensor) -> NDArray[Any]:
     """Returns the values on the host, as an array of the same bits."""
-    host = value.detach().cpu().resolve_neg().contiguous()
+    host = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     dtype = numpy_dtype(name_of(value.dtype))
     if not host.numel():
         return np.empty(host.shape, dtype)

@@ -138,6 +138,8 @@ def load(
             f"`like` of load: `{meta[0]}` on the meta device, expected storage to load into; call "
             "`to_empty(device=...)` first."
         )
+    for key in entries:
+        _check_target(key, target[key])
     with torch.no_grad():
         for each in executed(made, lambda key: from_numpy(reader.read(key)), TORCH):
             target[each.key].copy_(each.value)
@@ -148,6 +150,19 @@ def load(
     if message := unused_message(made, reader.where):
         warnings.warn(message, stacklevel=2)
     return like
+
+
+def _check_target(key: str, tensor: Tensor) -> None:
+    """Refuses a tensor that cannot be loaded into in place. Raises ValueError."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        came, remedy = "made in inference mode", "load inside of `torch.inference_mode()`, or make it outside"
+    elif any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        came, remedy = f"strides {tuple(tensor.stride())}, so that elements share memory", "pass a `.clone()` of it"
+    elif tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
+        came, remedy = "its storage is empty", "gather or restore a sharded parameter first"
+    else:
+        return
+    raise ValueError(f"`{key}` of `like` of load: {came}, expected a tensor that can be written; {remedy}.")
 
 
 def convert(

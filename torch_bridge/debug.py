@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grouped_core import lora, lora_mlp
 from grouped_core.calls import Call
-from grouped_core.debug import Planned, bound_arguments, explain_calls, why_not
+from grouped_core.debug import Planned, bound_arguments, check_arch, explain_calls, why_not
 from grouped_core.lora import LORA
 from torch_bridge import _autocast, _codec, _fake, linear, mlp, route, routed
 from torch_bridge._args import check_buffers, linear_arguments, mlp_arguments
@@ -187,6 +187,7 @@ _PLANS: dict[Callable[..., Any], Planned] = {
 
 
 def _arch(arch: str | None, x: Any) -> str:
+    check_arch(arch)
     if arch is not None:
         return arch
     first = home(x)

@@ -64,6 +64,10 @@ def destination(weight: Any, name: str) -> Tensor:
         )
     if not is_compiling() and found.is_neg():
         raise RuntimeError(f"`main_grad` of `{name}`: {NEGATED}")
+    if not is_compiling() and found.numel() > 0 and found.untyped_storage().nbytes() == 0:
+        raise RuntimeError(
+            f"`main_grad` of `{name}`: its storage is empty, expected elements; restore or allocate it before backward."
+        )
     if dtype_name(found.dtype) not in WIDE:
         raise RuntimeError(
             f"`main_grad` of `{name}`: {_facts(found)}, expected one of {', '.join(WIDE)}; allocate it in one of them."
@@ -205,20 +209,27 @@ def deliver(
     return results
 
 
-_dummies: dict[tuple[type, torch.Size, torch.dtype, torch.device], Tensor] = {}
+_dummies: dict[tuple[type, torch.Size, torch.dtype, torch.device], tuple[Tensor, int]] = {}
+"""Zeros that weights share, with their version when they were zero last."""
 
 
 def dummy(weight: Tensor, *, refill: bool = False) -> Tensor:
-    """Returns a zero gradient like the weight (or its local part): a new alias of a tensor that such weights share."""
+    """Returns a zero gradient like the weight (or its local part): a new alias of a tensor that such weights share.
+
+    Autograd makes the alias `.grad`, into which others write: clipping, unscaling, or autograd with a gradient that has
+    another source. What they wrote belongs to that weight, so it stays, and the next weights share new zeros; only
+    `refill` overwrites it.
+    """
     here = local(weight)
     key = (type(here), here.shape, here.dtype, here.device)
-    kept = _dummies.get(key)
-    if kept is None:
-        kept = torch.zeros(here.shape, dtype=here.dtype, device=here.device)
-        if type(kept) is Tensor:  # a fake one belongs to its mode
-            _dummies[key] = kept
-    elif refill:
+    kept, version = _dummies.get(key, (None, 0))
+    if kept is not None and refill:
         kept.zero_()
+    elif kept is None or kept._version != version:
+        kept = torch.zeros(here.shape, dtype=here.dtype, device=here.device)
+    # A fake tensor belongs to its mode, and one that is made while a graph is captured to the memory of that graph.
+    if type(kept) is Tensor and not (kept.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _dummies[key] = kept, kept._version
     return kept.detach()
 
 

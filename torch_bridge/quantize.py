@@ -72,6 +72,8 @@ def _quantize(x: Tensor, fmt: Format, axis: Any, group_sizes: Any, key: Tensor |
     axes, sizes = check_quantize(x, fmt, axis, group_sizes, key)
     if x.dim() == 2 and sizes is None:
         sizes = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+    elif sizes is not None:
+        sizes = sizes.clone()  # the caller may write the next sizes into its own
     made = quantized(x.detach(), quantizing.forms_along(fmt, axes, x.dim()), sizes, key=key)
     return [*(array for form in made for array in parts_of(form)), *([] if sizes is None else [sizes])]
 

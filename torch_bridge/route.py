@@ -21,7 +21,7 @@ from grouped_core.routing_spec import Router, router_option
 from grouped_core.routing_spec import alignment_for as alignment_for
 from torch_bridge import _codec, _routing
 from torch_bridge._cache import Cache
-from torch_bridge._checks import check_group, check_readable, refuse_transforms, refuse_vmap
+from torch_bridge._checks import check_group, check_readable, is_negated, refuse_transforms, refuse_vmap
 from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._memory import EXCHANGE
 from torch_bridge._operators import call
@@ -518,6 +518,8 @@ _results: Cache[Any, Any] = Cache()
 def _checked(name: str, tensors: dict[str, Any], static: Any, check: Callable[..., Any]) -> Any:
     """What `check` returns for the specs of the tensors, by name; cached under their facts and `static`."""
     facts = None if is_compiling() else EXCHANGE.describe(tuple(tensors.values()))
+    if facts is not None and is_negated([*tensors.values()]):
+        facts = None  # which do not show it; the checks refuse it
     key = (name, facts, static)
     try:
         if facts is not None and key in _results:

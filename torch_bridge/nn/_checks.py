@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,22 +27,6 @@ def positive(layer: str, **sizes: Any) -> tuple[int, ...]:
         if found[-1] < 1:
             raise ValueError(f"`{name}` of {layer}: {size}, expected 1 or more; give the size of that axis.")
     return tuple(found)
-
-
-def check_keywords(layer: str, given: Iterable[str], *kinds: type[Any]) -> None:
-    """Refuses a keyword of `layer` that none of the layers `kinds`, which get its keywords, has. Raises TypeError.
-
-    Without this check the innermost layer would refuse it, by a name that the user did not write. No MLP takes
-    `scale_bias`.
-    """
-    every = [each for kind in kinds for each in inspect.signature(kind).parameters.values()]
-    known = {each.name for each in every if each.kind is each.KEYWORD_ONLY} - {"scale_bias"}
-    for name in given:
-        if name not in known:
-            raise TypeError(
-                f"`{name}` of {layer}: given, expected no such keyword; leave it out, or choose one of "
-                f"{', '.join(sorted(known))}."
-            )
 
 
 def parameter_dtype(layer: str, dtype: Any) -> torch.dtype:

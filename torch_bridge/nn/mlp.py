@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grouped_core.activations import Activation, resolve
+from grouped_core.linear_spec import check_keywords
 from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.recipes import BoundRecipe
 from grouped_core.scaling import ScalingState
@@ -23,7 +24,6 @@ from torch_bridge._tensors import home
 from torch_bridge.nn import _lora, _primary
 from torch_bridge.nn._checks import (
     cast_rows,
-    check_keywords,
     check_microbatch,
     check_recipe,
     compute_dtype,

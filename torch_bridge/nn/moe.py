@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from grouped_core.exchange import own_experts
+from grouped_core.linear_spec import check_keywords
 from grouped_core.routing_spec import check_of_layer, router_option
 from torch_bridge import main_grad
 from torch_bridge._expert_parallel import Layer, Transport, check_chunks, transport_option
 from torch_bridge._router import router_logits
 from torch_bridge.moe import moe
-from torch_bridge.nn._checks import cast_rows, check_keywords, compute_dtype, parameter_dtype, positive
+from torch_bridge.nn._checks import cast_rows, compute_dtype, parameter_dtype, positive
 from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.nn.mlp import GroupedMLP
 from torch_bridge.route import MoEAux, topk_router
