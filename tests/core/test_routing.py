@@ -363,3 +363,9 @@ def test_alignment_of_recipes():
     found = {recipe.name: alignment_for(recipe) for recipe in (BF16, FP8Delayed, FP8Block, MXFP8, NVFP4)}
     assert found == {"BF16": 1, "FP8Delayed": 128, "FP8Block": 128, "MXFP8": 32, "NVFP4": 16}
     assert alignment_for(None) == 1
+
+
+@pytest.mark.rule("ALL-2")
+def test_a_negative_zero_is_zero():
+    """The two have the same key in caches, so results would depend on which one a process has seen first."""
+    assert np.copysign(1, router_option(4, 2, scale=-0.0).scores.scale) == 1

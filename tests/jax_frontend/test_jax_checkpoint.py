@@ -180,6 +180,10 @@ def test_numpy_arrays_of_64_bits_keep_them(tmp_path: Path, name: str) -> None:
     found = checkpoint.load(tmp_path / name, given)
     assert isinstance(found["a"], np.ndarray)
     same(found, given)
+    for key, held in (("a", "float32"), ("b", "int32")):
+        like = {**given, key: jax.ShapeDtypeStruct((1,), given[key].dtype)}
+        with refused(ValueError, [f"`{key}` of `like`: {given[key].dtype}", f"holds as {held}", "np.zeros((1,)"]):
+            checkpoint.load(tmp_path / name, like)
 
 
 @pytest.mark.rule("CKP-5")

@@ -472,6 +472,15 @@ def test_names_of_axes_are_text() -> None:
         linen.MoE(H, F, E, K, axis_name=name).init(jax.random.key(0), jnp.zeros((2, H)))
 
 
+@pytest.mark.rule("ERR-1")
+def test_a_keyword_that_no_part_of_a_layer_has_is_named() -> None:
+    options: Any = {"use_bias": True, "lora_rank": 2, "foo": 1}
+    with asserts.refused(
+        TypeError, ("`foo` of MoE", "expected no such keyword", "activation", "lora_rank", "use_bias")
+    ):
+        nnx.MoE(H, F, E, K, rngs=flax_nnx.Rngs(0), **options)
+
+
 @pytest.mark.rule("ERR-1", "LYR-12")
 def test_a_shared_expert_is_one() -> None:
     x, router, wi, wo = (jnp.asarray(draw(*shape)) for shape in ((3, H), (H, E), (E, H, 2 * F), (E, F, H)))

@@ -646,6 +646,9 @@ def test_explain_names_the_kernel_of_every_call():
     assert sorted(line.split()[0] for line in text.splitlines()) == ["group_sum"] + ["grouped_matmul"] * 3
     assert text.count("grouped_matmul_any_cpu on cpu") == 3
     assert jg.why_unsupported(jg.ragged_dot, X, W, SIZES, arch="cpu") is None
+    for ask in (jg.why_unsupported, jg.explain):
+        with asserts.refused(TypeError, ["`arch`: 90", "expected None or a name", "sm_90a"]):
+            ask(jg.ragged_dot, X, W, SIZES, arch=90)
 
 
 @pytest.mark.rule("ERR-2", "ERR-3")

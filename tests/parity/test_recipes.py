@@ -334,6 +334,8 @@ def test_a_recipe_with_a_state_wants_one_of_its_shape():
             frontend.forward(given, recipe=halved, transposed=False)
     with asserts.refused(TypeError, ["`state`", "int", "expected a ScalingState", "scaling_state("]):
         jax_grouped.ragged_dot(p.x, p.w, p.group_sizes, recipe=recipes.FP8Delayed.bind(1))
+    with asserts.refused(TypeError, ["`state`", "NoneType", "expected a ScalingState", "scaling_state"]):
+        arrays.update_scaling(None)
     with asserts.refused(ValueError, ["it has no delayed scaling"]):
         recipes.MXFP8.bind(arrays.scaling_state(recipes.FP8Delayed, 2))
 
@@ -729,3 +731,22 @@ def test_operators_of_quantised_operands_are_sound(recipe):
     names = opcheck(step, multiplies=False)
     assert {"weight_grad_into0", "quantize", "dequantize"} <= names
     assert any(name.startswith("update_scaling") for name in names) == recipe.delayed
+
+
+@pytest.mark.rule("ALL-5")
+def test_quantised_rows_keep_their_sizes() -> None:
+    """The caller may write the sizes of the next step into the array that it gave."""
+    x = np.random.default_rng(0).standard_normal((64, 32), np.float32)
+    for quantise, dequantise, given, rows in (
+        (arrays.quantize, arrays.dequantize, np.array([20, 44], np.int32), x),
+        (
+            torch_bridge.quantize,
+            torch_bridge.dequantize,
+            torch.tensor([20, 44], dtype=torch.int32),
+            torch.from_numpy(x),
+        ),
+    ):
+        q = quantise(rows, "mxfp8", axis=0, group_sizes=given)
+        before = dequantise(q)
+        given[:] = 32
+        asserts.bitwise(np.asarray(dequantise(q)), np.asarray(before))

@@ -235,6 +235,19 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
         meta = moe()
     with refused(ValueError, ["meta device", "to_empty"]):
         checkpoint.load(path, meta)
+    checkpoint.save(path, {"a": torch.ones(2), "b": torch.ones(2, 3)})
+    with torch.inference_mode():
+        of_inference = torch.zeros(2, 3)
+    (freed := torch.zeros(2, 3)).untyped_storage().resize_(0)
+    for value, words in (
+        (of_inference, ["inference mode"]),
+        (torch.zeros(1, 3).expand(2, 3), ["strides (0, 1)", "clone"]),
+        (freed, ["storage is empty", "restore"]),
+    ):
+        other = {"a": torch.zeros(2), "b": value}
+        with refused(ValueError, ["`b` of `like` of load", *words, "expected a tensor that can be written"]):
+            checkpoint.load(path, other)
+        assert not other["a"].any()
 
 
 @pytest.mark.rule("CKP-3")
@@ -297,7 +310,12 @@ def test_what_would_make_a_file_that_does_not_load_is_not_saved(tmp_path: Path) 
             checkpoint.save(path, layer, spec)
     with refused(ValueError, ["named `__metadata__`", "expected another name", "rename"]):
         checkpoint.save(path, {"__metadata__": torch.zeros(2)})
+    with refused(ValueError, ["named '\\ud800'", "UTF-8", "rename"]):
+        checkpoint.save(path, {"\ud800": torch.zeros(2)})
     assert not list(tmp_path.iterdir())
+    conjugate = torch.tensor([1 + 2j], dtype=torch.complex64).conj()
+    checkpoint.save(path, {"z": conjugate})
+    bitwise(checkpoint.load(path, {"z": torch.zeros(1, dtype=torch.complex64)})["z"], conjugate.resolve_conj())
     checkpoint.save(path, {"a": layer, "b": torch._neg_view(torch.ones(2))}, "swiglu")
     read = checkpoint.load(path, {"a": moe(1), "b": torch.zeros(2)})
     same(read["a"], layer)

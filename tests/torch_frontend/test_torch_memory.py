@@ -102,6 +102,20 @@ def test_negated_views_are_refused_also_after_a_call_with_the_same_facts(name: s
             grouped_linear(given.x, given.w, given.sizes, bias=given.bias, row_scale=given.row_scale)
 
 
+@pytest.mark.rule("ERR-1", "ALL-2")
+def test_negated_members_parameters_and_logits_are_refused_also_after_a_call_with_the_same_facts() -> None:
+    t = small()
+    members, logits = list(t.w.unbind()), torch.randn(6, 4)
+    for run in (
+        lambda negate: grouped_linear(t.x, [negate(members[0]), *members[1:]], t.sizes),
+        lambda negate: grouped_linear(t.x, torch.nn.Parameter(negate(t.w)), t.sizes),
+        lambda negate: route.topk_router(negate(logits), 2),
+    ):
+        run(lambda value: value)
+        with asserts.refused(ValueError, ["lazily negated view", "has its signs", "resolve_neg"]):
+            run(_negated)
+
+
 @pytest.mark.rule("ERR-1", "GRD-7")
 def test_main_grad_as_a_negated_view_is_refused() -> None:
     t = small()
@@ -691,6 +705,20 @@ def test_tensors_without_memory_are_refused_also_after_a_call_that_ran(listed: b
         grouped_linear(t.x, list(zeros.unbind()) if listed else zeros, t.sizes)
     with asserts.refused(ValueError, ["`x`", "zero tensor", "zeros_like"]):
         grouped_linear(_zero_tensor(t.x.shape, t.x.dtype), t.w, t.sizes)
+
+
+@pytest.mark.rule("ERR-1", "BUF-2")
+def test_buffers_without_memory_are_named() -> None:
+    t = small()
+    weight: Any = torch.nn.Parameter(t.w)
+    weight.main_grad, out = torch.zeros(t.w.shape), torch.empty(t.x.shape[0], t.w.shape[1], dtype=t.x.dtype)
+    y = grouped_linear(t.x, weight, t.sizes, wgrad_accum="main_grad")
+    for each in (weight.main_grad, out):
+        each.untyped_storage().resize_(0)
+    with asserts.refused(RuntimeError, ["`main_grad` of `weight`", "storage is empty", "restore or allocate it"]):
+        y.sum().backward()
+    with asserts.refused(ValueError, ["`out`", "storage is empty"]):
+        grouped_linear(t.x, t.w, t.sizes, out=out)
 
 
 @pytest.mark.parametrize("freed", ["row_scale", "probs", "group_sizes", "experts", "weights", "permute"])

@@ -877,6 +877,8 @@ def test_planning_refuses_what_is_no_operation() -> None:
                 ask(op, t.x, t.w, t.sizes)
         with asserts.refused(TypeError, ["unexpected keyword argument 'nonsense'"]):
             ask(grouped_linear, t.x, t.w, t.sizes, nonsense=1)
+        with asserts.refused(TypeError, ["`arch`: 90", "expected None or a name", "sm_90a"]):
+            ask(grouped_linear, t.x, t.w, t.sizes, arch=90)
 
 
 @pytest.mark.rule("ALL-5")
