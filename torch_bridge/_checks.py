@@ -48,10 +48,15 @@ NEGATED = "a lazily negated view, expected a tensor whose memory has its signs; 
 
 
 def is_negated(value: Any) -> bool:
-    """Whether a plain tensor or Parameter, or a member of a list of them, is a lazily negated view."""
-    if type(value) in (list, tuple):
-        return any(is_negated(each) for each in value)
-    return type(value) in (Tensor, torch.nn.Parameter) and value.is_neg()
+    """Whether a tensor, or a member of a list of tensors, is a lazily negated view; False for what is neither."""
+    if isinstance(value, Tensor):
+        return value.is_neg()
+    if type(value) not in (list, tuple):
+        return False
+    try:
+        return any(map(Tensor.is_neg, value))
+    except TypeError:  # some members are no tensors
+        return any(map(is_negated, value))
 
 
 def _check_local(name: str, value: Tensor) -> None:
