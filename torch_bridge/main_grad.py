@@ -226,7 +226,8 @@ def dummy(weight: Tensor, *, refill: bool = False) -> Tensor:
     if kept is not None and refill:
         kept.zero_()
     elif kept is None or kept._version != version:
-        kept = torch.zeros(here.shape, dtype=here.dtype, device=here.device)
+        with torch.inference_mode(False):  # a tensor of inference mode has no version
+            kept = torch.zeros(here.shape, dtype=here.dtype, device=here.device)
     # A fake tensor belongs to its mode, and one that is made while a graph is captured to the memory of that graph.
     if type(kept) is Tensor and not (kept.is_cuda and torch.cuda.is_current_stream_capturing()):
         _dummies[key] = kept, kept._version

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from tests import asserts
 from tests.torch_frontend.gradient_table import ROWS, Inputs, check_row
 from tests.torch_frontend.nn_tools import FORMS, FUNCTIONS, MODULES, main_grads, setup
+from torch_bridge import main_grad
 
 
 @pytest.mark.rule("GRD-1", "GRD-2", "GRD-3", "GRD-4", "GRD-6", "GRP-9", "DEF-1", "DEF-7", "DEF-10", "DEF-11")
@@ -59,3 +62,20 @@ def test_rows_5_6_8_9_leave_what_grad_holds(form: str, zero_out: bool, delay: bo
     for weight, dummy in zip(s.weights, dummies, strict=True):
         asserts.zero(weight.grad)
         asserts.filled(dummy, 0.0 if zero_out else 5.0)  # row 6 and 9 fill the old one, others leave it
+
+
+@pytest.mark.rule("GRD-3")
+def test_a_dummy_may_come_first_in_inference_mode() -> None:
+    s = setup("GroupedLinear", False, accumulate=True, delay=True)
+    main_grads(s.weights, 0.0)
+    for weight in s.weights:
+        weight.grad_added_to_main_grad = False
+    main_grad._dummies.clear()
+    for mode in (torch.inference_mode(), nullcontext()):
+        s.backward()
+        with mode:
+            s.module.backward_dw()
+        for weight in s.weights:
+            asserts.zero(weight.grad)
+            assert not weight.grad.is_inference()
+            weight.grad = None
