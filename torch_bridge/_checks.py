@@ -77,13 +77,18 @@ def check_layout(name: str, value: Tensor) -> None:
     raise ValueError(f"`{name}`: {came}, expected a plain dense tensor; convert it, e.g. with `.to_dense()`.")
 
 
+def is_freed(value: Tensor) -> bool:
+    """Whether a tensor has elements and its storage none, as that of a sharded parameter between its uses."""
+    return value.nbytes > 0 and value.untyped_storage().nbytes() == 0
+
+
 def check_memory(name: str, value: Any) -> None:
     """Refuses a plain tensor whose elements have no memory; Dynamo cannot trace that. Raises ValueError."""
     if is_compiling() or type(value) not in (Tensor, torch.nn.Parameter) or value.nbytes == 0:
         return
     if value._is_zerotensor():
         raise ValueError(f"`{name}`: a zero tensor without memory, expected elements; pass `torch.zeros_like` of it.")
-    if value.untyped_storage().nbytes() == 0:
+    if is_freed(value):
         raise ValueError(
             f"`{name}`: its storage is empty, expected elements; gather or restore a sharded parameter first."
         )

@@ -25,7 +25,7 @@ from grouped_core.formats import QTensor
 from grouped_core.layout_steps import run_steps
 from grouped_core.layouts import LAYOUTS, join, layout_option
 from grouped_core.safetensors_file import DTYPES, Facts
-from torch_bridge._checks import is_distributed
+from torch_bridge._checks import is_distributed, is_freed
 from torch_bridge._layout_arrays import TORCH, from_numpy, name_of, to_numpy
 from torch_bridge._optimizer_state import convert_optimizer as convert_optimizer
 from torch_bridge.nn.linear import GroupedLinear
@@ -158,7 +158,7 @@ def _check_target(key: str, tensor: Tensor) -> None:
         came, remedy = "made in inference mode", "load inside of `torch.inference_mode()`, or make it outside"
     elif any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         came, remedy = f"strides {tuple(tensor.stride())}, so that elements share memory", "pass a `.clone()` of it"
-    elif tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
+    elif is_freed(tensor):
         came, remedy = "its storage is empty", "gather or restore a sharded parameter first"
     else:
         return

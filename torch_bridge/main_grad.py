@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grouped_core.formats import WIDE
 from torch_bridge._args import check_apart
-from torch_bridge._checks import NEGATED, address, distributed_like, is_distributed, local
+from torch_bridge._checks import NEGATED, address, distributed_like, is_distributed, is_freed, local
 from torch_bridge._compiling import is_compiling
 from torch_bridge._memory import Places, are_apart, places_apart
 from torch_bridge._tensors import dtype_name, note_written
@@ -64,7 +64,7 @@ def destination(weight: Any, name: str) -> Tensor:
         )
     if not is_compiling() and found.is_neg():
         raise RuntimeError(f"`main_grad` of `{name}`: {NEGATED}")
-    if not is_compiling() and found.numel() > 0 and found.untyped_storage().nbytes() == 0:
+    if not is_compiling() and is_freed(found):
         raise RuntimeError(
             f"`main_grad` of `{name}`: its storage is empty, expected elements; restore or allocate it before backward."
         )
@@ -225,7 +225,9 @@ def dummy(weight: Tensor, *, refill: bool = False) -> Tensor:
     kept, version = _dummies.get(key, (None, 0))
     if kept is not None and refill:
         kept.zero_()
-    elif kept is None or kept._version != version:
+    elif kept is not None and kept._version == version:
+        return kept.detach()
+    else:
         with torch.inference_mode(False):  # a tensor of inference mode has no version
             kept = torch.zeros(here.shape, dtype=here.dtype, device=here.device)
     # A fake tensor belongs to its mode, and one that is made while a graph is captured to the memory of that graph.
