@@ -305,10 +305,9 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
     if (kGrad && !kStore && p.activated_amax) turns.see_other(amax_of<DType::bf16>(largest.activated));
     if (!kStore || !p.store.forms[1].values) continue;
     const int segment = p.store.segment, rows = segment ? (tile.rows + segment - 1) / segment * segment : tile.rows;
-    StoreTile part = result_tile(p, tile);
 #pragma unroll 1
-    for (int half = 0; half < halves_of(p); ++half, part.column += p.hidden.block) {
-      put_lines(p.store, part, transposed[half], rows);
+    for (int half = 0; half < halves_of(p); ++half) {
+      put_lines(p.store, result_tile(p, tile, half), transposed[half], rows);
     }
     if (stores_activated) put_lines(p.store_activated, tile, transposed[halves_of(p)], rows);
     __syncthreads();  // before the next tile's codes

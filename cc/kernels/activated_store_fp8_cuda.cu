@@ -12,8 +12,13 @@
 //   for act(h), where its transposed codes are wanted beside gradients, and each half of the result: 32 registers
 //        --> rows and columns as in quantize_fp8_cuda.cu; transposed codes take the slots of what has been read
 //
-// Two blocks per SM of Hopper (128 registers, at most 109 KiB); row sums are added by a launch behind. Bound by memory:
-// gradients read 6 bytes per activated column and write 2 to 5.
+// Where F is no multiple of 128, a block of scales along rows has the last gates and the first linear columns. The tile
+// of these gates then draws these linear columns too, into the lanes that would have nothing, and the linear half's
+// tiles are shifted by as many columns (`straddle`), so that each is whole blocks: a tile takes the linear gradients
+// behind its own columns from memory, where its neighbours, which are under way, have just read them.
+//
+// Two blocks per SM of Hopper (128 registers, at most 109 KiB); row sums are added by a launch behind. Gradients read 6
+// bytes per activated column and write 2 to 5; instructions take longer than these.
 #include <algorithm>
 #include <string>
 
@@ -41,15 +46,55 @@ using Tile = Shape<false>;
 __host__ __device__ inline int slots_of(const Problem& p) { return slots_for(operands_of(p)); }
 __host__ __device__ inline int scratch_of(const Problem& p) { return slots_of(p) - 1; }
 
+// The activated columns that a thread draws: its own of the tile, or, behind the last of them, the first ones, whose
+// linear gradients belong to the block of the last gates.
+struct Drawn {
+  bool own, exists;
+  int column;
+};
+
+__device__ inline Drawn drawn_columns(const Problem& p, const StoreTile& tile) {
+  const Tile at;
+  const bool own = at.column < tile.columns;
+  const int first = at.column - tile.columns;
+  if (own || p.straddle == 0) return {own, own, static_cast<int>(tile.column) + at.column};
+  return {false, first < p.hidden.width, first};
+}
+
+// Where halves straddle blocks: linear gradients of columns behind the tile's own, into the last lanes' slots.
+template <class Act>
+__device__ inline void complete_block(const Problem& p, const StoreTile& tile, Slots& linears) {
+  const Tile at;
+  const int64_t width = p.hidden.width, source = tile.source + at.row;
+  const int rows = tile.rows - at.row, lanes = p.straddle / kVector;
+  uint4* to = &linears[0][threadIdx.x / kLanes * kLanes + kLanes - lanes];
+#pragma unroll 1
+  for (int item = threadIdx.x % kLanes; item < lanes * kVector; item += kLanes) {
+    const int i = item / lanes, lane = item % lanes;
+    const int64_t row = source + i, column = tile.column + kStoreColumns + lane * kVector;
+    uint4 linear = {};
+    if (i < rows && column < width) {
+      const uint16_t* hidden = static_cast<const uint16_t*>(p.hidden.data) + row * 2 * width + column;
+      uint4 gate = *reinterpret_cast<const uint4*>(hidden);
+      linear = *reinterpret_cast<const uint4*>(hidden + width);
+      uint4 grad = *reinterpret_cast<const uint4*>(p.grad + row * width + column);
+      gradient_row<Act>(p.spec, gate, linear, grad, p.row_scale ? p.row_scale[row] : 1.0f, false);
+    }
+    to[i * kStoreThreads + lane] = linear;
+  }
+}
+
 // What the slots of a tile hold, as it is stored: act over the gates, or the gradients of both halves over these, and
 // act over dz where it is stored as well. Inlined, long as it is: a function of its own knows neither that `p` never
 // changes nor that slots are shared memory.
+template <bool kStraddles>
 __device__ __forceinline__ void activate_tile(const Problem& p, const StoreTile& tile, Slots* slots) {
   const Tile at;
   const bool gated = p.hidden.gated;
   const int64_t source = tile.source + at.row, width = p.hidden.width, pitch = hidden_pitch(p);
-  const int column = static_cast<int>(tile.column) + at.column;
-  const int count = at.column < tile.columns ? tile.rows - at.row : 0;  // rows of this thread that exist
+  const Drawn drawn = drawn_columns(p, tile);
+  const int column = drawn.column;
+  const int count = drawn.exists ? tile.rows - at.row : 0;  // rows of this thread that exist
   const float* row_scale = p.row_scale ? p.row_scale + source : nullptr;
   uint4 *gates = &slots[0][0][threadIdx.x], *linears = gated ? &slots[1][0][threadIdx.x] : gates;
   const ActivationSpec spec = p.spec;
@@ -66,11 +111,12 @@ __device__ __forceinline__ void activate_tile(const Problem& p, const StoreTile&
     return;
   }
   uint4* grads = &slots[gated ? 2 : 1][0][threadIdx.x];
-  uint16_t* activated = p.activated ? p.activated + source * width + column : nullptr;
-  uint16_t* result = p.result ? p.result + source * pitch + p.hidden.gate_column(column) : nullptr;
+  uint16_t* activated = p.activated && drawn.own ? p.activated + source * width + column : nullptr;
+  uint16_t* result = p.result && drawn.own ? p.result + source * pitch + p.hidden.gate_column(column) : nullptr;
   float* partials = p.partials ? p.partials + tile.column / kStoreColumns * p.store.rows + source : nullptr;
   const int block = p.hidden.block, rows = tile.rows - at.row;
   const bool stores = has_activated(p);
+  const int shift = p.straddle / kVector;  // lanes from a linear column's gate to the column in its own block
   with_activation(spec.kind, [&](auto kind) {
 #pragma unroll 1
     for (int i = 0; i < kVector; ++i) {
@@ -79,8 +125,15 @@ __device__ __forceinline__ void activate_tile(const Problem& p, const StoreTile&
       uint4 gate = gates[i * kStoreThreads], linear = linears[i * kStoreThreads], t = grads[i * kStoreThreads];
       float sum = gradient_row<ActivationOf<decltype(kind)::value>>(spec, gate, linear, t, scale, partials != nullptr);
       if (!exists) gate = linear = uint4{}, sum = 0.0f;
-      if (gated) linears[i * kStoreThreads] = linear;
-      gates[i * kStoreThreads] = gate;
+      if (kStraddles && shift) {
+        __syncwarp();  // all lanes have read the row
+        if (threadIdx.x % kLanes >= shift) linears[i * kStoreThreads - shift] = drawn.own ? linear : uint4{};
+        gates[i * kStoreThreads] = drawn.own ? gate : linear;
+        if (!drawn.own) sum = 0.0f;
+      } else {
+        if (gated) linears[i * kStoreThreads] = linear;
+        gates[i * kStoreThreads] = gate;
+      }
       if (stores) grads[i * kStoreThreads] = exists ? t : uint4{};
       if (exists && activated) *reinterpret_cast<uint4*>(activated + i * width) = t;
       if (exists && result) {
@@ -89,14 +142,20 @@ __device__ __forceinline__ void activate_tile(const Problem& p, const StoreTile&
       }
       if (partials) put_partial(sum, partials + i, i < rows);
     }
+    if (kStraddles && shift) {
+      __syncwarp();
+      complete_block<ActivationOf<decltype(kind)::value>>(p, tile, slots[1]);
+      __syncwarp();
+    }
   });
 }
 
 // Starts loads of a tile's operand `which`: gates, linear halves (where there are any), dz (with gradients).
 __device__ inline void load_operand(const Problem& p, const StoreTile& tile, int which, Slots* slots) {
   const Tile at;
-  const int count = at.column < tile.columns ? tile.rows - at.row : 0;  // rows of this thread that exist
-  const int column = count > 0 ? static_cast<int>(tile.column) + at.column : 0;
+  const Drawn drawn = drawn_columns(p, tile);
+  const int count = drawn.exists ? tile.rows - at.row : 0;  // rows of this thread that exist
+  const int column = count > 0 ? drawn.column : 0;
   const int64_t row = tile.source + at.row;
   const bool grad = p.grad && which == (p.hidden.gated ? 2 : 1);
   const int64_t pitch = grad ? int64_t{p.hidden.width} : hidden_pitch(p);
@@ -175,7 +234,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
     }
     wait_all_copies();
     turns.meet();
-    activate_tile(p, tile, slots);
+    activate_tile<(kForms & kRows) != 0>(p, tile, slots);
     if constexpr ((kForms & kColumns) != 0) {  // first, for it is where the scratch will be
       if (has_activated(p)) {
         store_half<kColumns>(p.store_activated, false, tile, slots[scratch_of(p)], scratch, turns, [] {});
@@ -183,9 +242,8 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm)
     }
     // The next tile's operands take the place of what has been read: of a half in registers, of what forward has no
     // more use for, of the scratch last.
-    StoreTile part = result_tile(p, tile);
-    for (int half = 0; half < halves; ++half, part.column += p.hidden.block) {
-      store_half<kForms>(p.store, p.store.measure, part, slots[half], scratch, turns, [&] {
+    for (int half = 0; half < halves; ++half) {
+      store_half<kForms>(p.store, p.store.measure, result_tile(p, tile, half), slots[half], scratch, turns, [&] {
         if (loads) load_operand(p, next, half, slots);
       });
     }
@@ -252,9 +310,6 @@ std::string refuses_activated_store(const ActivatedStore& call, const Target& ta
   if (store.rule != "fp32" || (store.block != 0 && store.block != kStoreColumns)) {
     return "takes fp32 scales of groups or of blocks of 128";
   }
-  if (call.grad.present() && is_gated(kind) && store.block && store.values.present() && width % kStoreColumns != 0) {
-    return "takes halves of whole blocks: F = " + std::to_string(width) + " is no multiple of 128";
-  }
   if (cross.present() && (!store.transposed || store.segment % 16 != 0))
     return "transposes rows in segments of 16 or more";
   if (const int bytes = block_bytes(call, is_gated(kind)); has_small_blocks(target) && bytes > kSmallBlock) {
@@ -315,6 +370,9 @@ void launch_activated_store(const ActivatedStore& call, const Context& context) 
         found.result = data_of<uint16_t>(call.result);
         found.activated = data_of<uint16_t>(call.activated);
         found.clear_tail = call.zero_tail != 0;
+        if (gated && found.grad && p.block != 0 && p.forms[0].values) {
+          found.straddle = static_cast<int>(column_tiles_of(width) * kStoreColumns - width);
+        }
         if (call.store_activated.cross_values.present()) {
           found.store_activated = store_problem(call.store_activated, context);
           if (finds_activated(call)) found.store_activated.scan.amax = p.scan.rotated;

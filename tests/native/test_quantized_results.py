@@ -210,6 +210,37 @@ def test_more_tiles_than_blocks(kernel, format, given):
     check(kernel, call, more, wanted, case.groups)
 
 
+@pytest.mark.rule("QNT-1", "MLP-1", "MLP-2", "GRP-5")
+@pytest.mark.parametrize(
+    ("name", "width", "activation", "forms"),
+    [
+        ("even_tiles", 40, "swiglu", (True, True)),
+        ("even_tiles", 96, "clamped_qgeglu", (True, False)),
+        ("tail_long", 200, "clamped_qgeglu", (True, True)),
+        ("even_tiles", 328, "swiglu", (True, False)),
+        ("many_tiles", 1000, "swiglu", (True, True)),
+    ],
+)
+@pytest.mark.parametrize("kernel", kernels("grouped_matmul_dact", quantized=True))
+def test_blocks_that_straddle_halves(kernel, name, width, activation, forms):
+    """A width that is no multiple of 128: one block of scales has the last gates and the first linear columns."""
+    case = dataclasses.replace(cases.named(name), k=16, n=width)
+    wanted, _ = storing_of("fp8_1x128", forms, False)
+    operands = OPERANDS["_fp8_" in kernel]  # as in the test above
+    specs, options, more = problem(True, case, Activation(activation), operands, "bfloat16", 2)
+    call = calls.grouped_matmul_dact(
+        *specs,
+        wanted=(True, True, True),
+        quantized=wanted,
+        quantized_activated=storing_activated("fp8_1x128", False),
+        row_base=spec_of(more["row_base"]),
+        **options,
+    )
+    pinned = dataclasses.replace(call, implementation=kernel)
+    assert plans.attempt(pinned, "cpu" if "_cpu" in kernel else "sm_90a").kernel == kernel, "nothing is skipped"
+    check(kernel, call, more, wanted, case.groups)
+
+
 def test_activated_codes_are_of_rows_rounded_as_hidden_ones():
     case = cases.named("jagged")
     wanted, _ = storing_of("fp8_tensor", (True, True), False)

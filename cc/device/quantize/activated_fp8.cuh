@@ -24,6 +24,7 @@ struct ActivatedProblem {
   float* partials;      // [column tiles, rows]
   int32_t* valid_rows;  // set to the first tail row
   bool clear_tail;
+  int straddle;  // linear columns in the block of 128 that has the last gates; 0: halves of whole blocks, or no matter
 };
 
 // What a block has in shared memory beside rows and codes, which come before it, and the table, which follows it.
@@ -108,18 +109,24 @@ __device__ inline void put_partial(float sum, float* to, bool exists) {
   if (threadIdx.x % kLanes == 0 && exists) *to = sum;
 }
 
-// Where the result's columns of a tile are.
-__device__ inline StoreTile result_tile(const ActivatedProblem& p, const StoreTile& tile) {
+// Where the result's columns of a tile are, of each half. Where a block straddles the halves, the tile of the last
+// gates has it whole, and the linear half's tiles begin behind it: the last one may be narrow, or have no columns.
+__device__ inline StoreTile result_tile(const ActivatedProblem& p, const StoreTile& tile, int half) {
   StoreTile part = tile;
-  if (p.grad) part.column = p.hidden.gate_column(static_cast<int>(tile.column));
+  if (!p.grad) return part;
+  if (p.straddle == 0) {
+    part.column = p.hidden.gate_column(static_cast<int>(tile.column)) + half * p.hidden.block;
+    return part;
+  }
+  if (half) part.column += p.hidden.width + p.straddle;
+  part.columns = max(0, min(2 * p.hidden.width - static_cast<int>(part.column), kStoreColumns));
   return part;
 }
 
 // A tile of the tail: zeros, in the plain results where they are to be cleared.
 __device__ inline void activate_nothing(const ActivatedProblem& p, const StoreTile& tile) {
-  StoreTile part = result_tile(p, tile);
-  for (int half = 0; half < halves_of(p); ++half, part.column += p.hidden.block) {
-    store_nothing(p.store, part, kStoreRows, kStoreThreads);
+  for (int half = 0; half < halves_of(p); ++half) {
+    store_nothing(p.store, result_tile(p, tile, half), kStoreRows, kStoreThreads);
   }
   if (has_activated(p)) store_nothing(p.store_activated, tile, kStoreRows, kStoreThreads);
   const Shape<false> at;
