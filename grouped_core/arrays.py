@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -44,6 +44,7 @@ from grouped_core.sizes import unwrap
 _NAMES = Names("x", "w", transposed="transposed", result="result_dtype")
 _MLP_NAMES = MlpNames(transposed="transposed")
 _CPU = 1  # kDLCPU
+_AnyNeeds = TypeVar("_AnyNeeds", Needs, MlpNeeds)
 _BITS = {1: "uint8", 2: "uint16"}
 
 
@@ -129,6 +130,14 @@ def _specs(required: dict[str, Any], **optional: Any) -> list[Any]:
                 f"`{name}`: a masked array, expected one without a mask, which kernels do not see; call `.filled()`."
             )
     return [None if array is None else _spec(array) for array in arrays.values()]
+
+
+def _needs(given: Any, default: _AnyNeeds) -> _AnyNeeds:
+    """`needs=` of a function, or its default."""
+    if given is None or isinstance(given, type(default)):
+        return given or default
+    kind = type(default).__name__
+    raise TypeError(f"`needs`: {type(given).__name__}, expected None or {kind}; pass {kind}(x=..., ...).")
 
 
 def _spec(operand: Any) -> Any:
@@ -304,7 +313,7 @@ def grouped_linear_grads(
         bias,
         row_scale,
         dy,
-        needs or Needs(bias=bias is not None, row_scale=row_scale is not None),
+        _needs(needs, Needs(bias=bias is not None, row_scale=row_scale is not None)),
         into_w=wgrad_accum,
         accumulate=wgrad_accum is not None,
         grad_input=grad_input,
@@ -373,8 +382,13 @@ def dequantize(q: QTensor[Any], dtype: str | None = None, *, group_sizes: Any = 
         TypeError: q is not quantised; results cannot have the dtype. ValueError: rows without group sizes.
     """
     check_quantized(q)
+    given = None if group_sizes is None else unwrap(group_sizes)[0]
+    _, sizes_spec = _specs({"q": q}, group_sizes=given)
+    if sizes_spec is not None:
+        linear_spec.check_sizes(_NAMES, sizes_spec)
+    _checked({}, {"q": q, "group_sizes": given})
     run = ArrayRunner(q.values)
-    sizes = None if group_sizes is None else run.sizes(unwrap(group_sizes)[0])
+    sizes = None if given is None else run.sizes(given)
     return quantizing.dequantize(run, q, sizes, linear_spec.wide_option("dtype", dtype) or q.dtype)
 
 
@@ -396,6 +410,9 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
 def update_scaling(state: ScalingState[Any]) -> ScalingState[Any]:
     """The state of the next step (numerics 2.5): scales from the amax history, and an empty slot for new amaxes."""
     scaling.check_state(state)
+    arrays = {f"state.{name}": getattr(state, name) for name in ("scale", "history", "top")}
+    _specs(arrays)
+    _checked({}, arrays)
     return scaling.update(ArrayRunner(state.scale), state)
 
 
@@ -517,7 +534,7 @@ def grouped_mlp_grads(
     recipe: Recipe | BoundRecipe | None = None,
     residuals: str | Residuals = "save_fc1",
     wgrad_dtype: str | None = None,
-    wgrad_accum: tuple[Any, Array | None] = (None, None),
+    wgrad_accum: tuple[Any, Array | None] | None = None,
     grad_input: Array | None = None,
     needs: MlpNeeds | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -543,6 +560,7 @@ def grouped_mlp_grads(
     bound = linear_spec.recipe_option(recipe)
     members = _members("wi", wi)
     op = _mlp(transposed, activation, bound, residuals, wgrad_dtype, hint, implementation, "wi" not in members)
+    wgrad_accum = wgrad_accum or (None, None)
     parted = joins(op, x)
     if parted:
         op, wi = _joined(op, members, wgrad_accum[0])
@@ -571,7 +589,7 @@ def grouped_mlp_grads(
     run, first = ArrayRunner(x), in_form(op.fc1(), tuple(wi) if op.paired else wi)
     native = run.sizes(sizes)
     specs = MlpSpecs(x_spec, wi_spec, wo_spec, p_spec, bi_spec, bo_spec)
-    wanted = restrict(needs or MlpNeeds(), specs)
+    wanted = restrict(_needs(needs, MlpNeeds()), specs)
     extras = (scaling.extras(bound, 0), scaling.extras(bound, 1))
     more = (probs, wi_bias, wo_bias)
     found = mlp.mlp(run, op, x, first, wo, native, *more, needs=wanted, extras=extras)

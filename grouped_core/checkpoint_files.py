@@ -65,7 +65,7 @@ def opened(path: str | os.PathLike[str], prefix: str = "") -> Files:
             "checkpoint."
         )
     found = Files(where=str(where))
-    start, kept = (f"{prefix}." if prefix else ""), []
+    start, kept = (stripped(f"{prefix}.") if prefix else ""), []
     for each in paths:
         file = File(each)
         kept.append((each, recorded(file.metadata[NAME], str(each)) if NAME in file.metadata else None))

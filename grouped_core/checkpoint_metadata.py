@@ -146,7 +146,7 @@ def recorded(text: str, where: str) -> Recorded:
         notes = parse_json(text)
     except ValueError as error:
         raise _damaged(where, str(error)[:80]) from error
-    if not isinstance(notes, dict) or type(notes.get("version")) is not int:
+    if not isinstance(notes, dict) or type(notes.get("version")) is not int or notes["version"] < 1:
         raise _damaged(where, "no version")
     if notes["version"] > VERSION:
         raise ValueError(

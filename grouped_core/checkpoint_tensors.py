@@ -17,7 +17,7 @@ from grouped_core.layouts import LAYOUTS, Layout, layout_option, stacked, units_
 from grouped_core.lora_layout import is_factor
 from grouped_core.safetensors_file import Facts, numpy_dtype
 
-PARTS = ("values", "scales", "group_scales")
+PARTS = ("values", "scales", "group_scales", "group_sizes")
 Flat = dict[str, Any]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,6 +75,25 @@ def check(op: Linear, accum: Any, weight: ArraySpec) -> None:
     got = spec(accum)
     linear_spec.check_accumulator(op.names.accum, got, weight)
     linear_spec.check_wgrad_dtype(op, got)
+
+
+def all_refs(name: str, accums: Sequence[Any]) -> bool:
+    """Whether the accumulators of a call are Refs; entries may be None.
+
+    Raises:
+        ValueError: one is a Ref and another an array, or an array is given twice.
+    """
+    given = [each for each in accums if each is not None]
+    kinds = {is_ref(each) or isinstance(each, StackedRef) for each in given}
+    if len(kinds) == 2:
+        raise ValueError(
+            f"`{name}`: an array beside a jax.Ref, expected two of one kind; with a Ref it is unknown whether the "
+            "array is differentiated, so pass two arrays, or two Refs."
+        )
+    sinks = [id(each) for each in given if is_sink(each)]
+    if len(set(sinks)) < len(sinks):
+        raise ValueError(f"`{name}`: one array for both weights, expected one each; the cotangent would hold it twice.")
+    return kinds == {True}
 
 
 def check_varying(op: Linear, accum: Any, axes: frozenset[str]) -> None:

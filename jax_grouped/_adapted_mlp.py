@@ -27,12 +27,14 @@ from jax_grouped._mlp_gradients import both_extras, came_back, to_wait
 from jax_grouped._nodes import (
     NamingRunner,
     cotangent_of,
+    frozen,
     has_gradient,
     master_dtype,
     merged_state,
     named,
     target_of,
     value_of,
+    weight_differentiated,
 )
 from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
 
@@ -90,6 +92,7 @@ def prepare(
     accums = lora_mlp.accumulators_option(accum)
     if isinstance(accums, str):
         raise TypeError(f"`lora_wgrad_accum`: {accums!r}, expected None, or two pairs as `lora` has them.")
+    accumulate.all_refs("lora_wgrad_accum", accums or ())
     key = None if key is None else take("lora_key", key, "[2]")
     specs = Factors(*[None if each is None else spec_of(each) for each in arrays])
     run: Any = Planner() if take is as_operand_spec else RUN
@@ -110,8 +113,14 @@ def prepare(
 
 def run(static: Adapted, primals: Primals) -> jax.Array:
     """y of checked operands, differentiable in all but the weights."""
-    to_refs = any(each is not None and not accumulate.is_sink(each) for each in primals.accums)
-    return differentiable(_into_refs if to_refs else _adapted, static, *primals._replace(base=on_device(primals.base)))
+    o = on_device(primals.base)
+    if not any(each is not None and not accumulate.is_sink(each) for each in primals.accums):
+        return differentiable(_adapted, static, *primals._replace(base=o))
+    wi, wo = (
+        frozen(name, lora.LORA, each) if has_gradient(each) else each
+        for name, each in zip((static.op.names.wi, static.op.names.wo), (o.wi, o.wo), strict=True)
+    )
+    return differentiable(_into_refs, static, *primals._replace(base=o._replace(wi=wi, wo=wo)))
 
 
 def plan(static: Adapted, primals: Primals) -> list[Call]:
@@ -284,10 +293,7 @@ def _forward(static: Adapted, *primals: Any) -> tuple[Any, _Saved]:
     names = static.op.names
     for name, node, mark in ((names.wi, o.base.wi, marks.base.wi), (names.wo, o.base.wo, marks.base.wo)):
         if perturbed(mark) and has_gradient(node):
-            raise ValueError(
-                f"`{name}`: differentiated beside `{lora.LORA}`, expected a frozen weight; differentiate with respect "
-                "to A and B, or pass jax.lax.stop_gradient of the weight."
-            )
+            raise weight_differentiated(name, lora.LORA)
     wanted = []
     rows = zip(lora_mlp.products(*static), marks.factors, marks.accums, o.accums, strict=True)
     for product, factor, accum_mark, accum in rows:
@@ -345,4 +351,6 @@ _adapted.defvjp(_forward, _backward, symbolic_zeros=True)
 
 # NOTE: as in `ops`: with Refs all gradients are computed, and compilation drops the calls of those that are not used.
 _into_refs = jax.custom_vjp(_value, nondiff_argnums=(0,))
-_into_refs.defvjp(lambda static, *primals: _save(static, LoraMlpNeeds(), *primals), _backward)
+_into_refs.defvjp(
+    lambda static, *primals: _save(static, LoraMlpNeeds(x=has_gradient(primals[0].x)), *primals), _backward
+)

@@ -23,12 +23,14 @@ from jax_grouped import _accumulators as accumulate
 from jax_grouped._nodes import (
     cotangent_of,
     extras_of,
+    frozen,
     has_gradient,
     master_dtype,
     merged_state,
     named,
     target_of,
     value_of,
+    weight_differentiated,
 )
 from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
 
@@ -58,15 +60,17 @@ class Operands(NamedTuple):
 
 def run(static: Adapted, o: Operands) -> jax.Array:
     """y [M, N] of checked operands, differentiable in all but the weight."""
-    to_refs = any(each is not None and not accumulate.is_sink(each) for each in o.accums)
-    return differentiable(_into_refs if to_refs else _adapted, static, *o)
+    if not any(each is not None and not accumulate.is_sink(each) for each in o.accums):
+        return differentiable(_adapted, static, *o)
+    w = frozen(static.op.names.w, static.adapter.name, o.w) if has_gradient(o.w) else o.w
+    return differentiable(_into_refs, static, *o._replace(w=w))
 
 
 def plan(static: Adapted, o: Operands) -> list[Call]:
     """Every native call of the operation and of its gradients, for operands that are specs."""
     run, x, w = Planner(), value_of(o.x), value_of(o.w)
     extras = scaling.planned(o.bound, w.shape[0])
-    needs = LoraNeeds(has_gradient(o.x), True, True, o.bias is not None, o.row_scale is not None)
+    needs = _all_needs(o)
     rows = (x, w, o.a, o.b, o.sizes, o.bias, o.row_scale)
     found = lora.forward(run, *static, *rows, o.out, o.key, extras=extras, needs=needs)
     specs: Any = tuple([operand_spec(run, each) for each in (x, w, o.bias, o.row_scale)])
@@ -148,16 +152,17 @@ def _save(static: Adapted, needs: LoraNeeds, *operands: Any) -> tuple[Any, _Save
     )
 
 
+def _all_needs(o: Operands) -> LoraNeeds:
+    """Gradients of all operands that have one."""
+    return LoraNeeds(has_gradient(o.x), True, True, o.bias is not None, o.row_scale is not None)
+
+
 def _forward(static: Adapted, *primals: Any) -> tuple[Any, _Saved]:
     marks = Operands(*primals)
     moved: list[Any] = [any(leaf.perturbed for leaf in jax.tree.leaves(each)) for each in primals]
     perturbed, o = Operands(*moved), Operands(*custom_vjp_primal_tree_values(primals))
     if perturbed.w and has_gradient(o.w):
-        names = static.op.names
-        raise ValueError(
-            f"`{names.w}`: differentiated beside `{static.adapter.name}`, expected a frozen weight; differentiate with "
-            "respect to A and B, or pass jax.lax.stop_gradient of the weight."
-        )
+        raise weight_differentiated(static.op.names.w, static.adapter.name)
     wanted = []
     for at, (accum, given) in enumerate(zip(o.accums, marks.accums, strict=True)):
         factor = (perturbed.a, perturbed.b)[at]
@@ -207,4 +212,4 @@ _adapted.defvjp(_forward, _backward, symbolic_zeros=True)
 
 # NOTE: as in `ops`: with Refs all gradients are computed, and compilation drops the calls of those that are not used.
 _into_refs = jax.custom_vjp(_value, nondiff_argnums=(0,))
-_into_refs.defvjp(lambda static, *operands: _save(static, LoraNeeds(), *operands), _backward)
+_into_refs.defvjp(lambda static, *operands: _save(static, _all_needs(Operands(*operands)), *operands), _backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grouped_core.activations import Activation
+from grouped_core.checkpoint_files import some_names
 from grouped_core.formats import QTensor
 from grouped_core.layouts import join
 from grouped_core.safetensors_file import DTYPES, Facts
@@ -219,9 +220,29 @@ def check_holds(name: str, like: Any) -> None:
         )
 
 
+def check_described(missing: Iterable[str], target: Mapping[str, Any], where: str) -> None:
+    """Refuses a checkpoint without arrays that the tree only describes, and so has no values that could stay.
+
+    Raises:
+        KeyError: it lacks such arrays.
+    """
+    if lost := [key for key in missing if isinstance(target[key], jax.ShapeDtypeStruct)]:
+        raise KeyError(
+            f"checkpoint `{where}` lacks {some_names(lost)}, of which the tree has a jax.ShapeDtypeStruct, expected "
+            "arrays, which would stay as they are; initialise these first."
+        )
+
+
+def sharding_of(like: Any) -> Any:
+    """The sharding of an array that was put there, None of one that may be moved to other arrays' devices."""
+    return getattr(like, "sharding", None) if getattr(like, "committed", True) else None
+
+
 def placed(value: Any, like: Any) -> Any:
     """An array where `like` is: its sharding, its device, or the host."""
     if isinstance(like, np.ndarray):
         return np.array(value)
-    sharding = getattr(like, "sharding", None)
-    return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
+    sharding = sharding_of(like)
+    if sharding is not None:
+        return jax.device_put(value, sharding)
+    return jnp.asarray(np.asarray(value) if getattr(value, "committed", False) else value)

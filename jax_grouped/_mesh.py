@@ -150,18 +150,20 @@ def ranks_along(mesh: Any, axis: Axis) -> int:
 
 
 def lay_out(function: str, mesh: Any, arrays: dict[str, Any], specs: dict[str, Any]) -> dict[str, Any]:
-    """`arrays`, sharded as `specs` say if the mesh has Explicit axes: a replicated array is cut, which moves no data.
+    """`arrays`, sharded over the Explicit axes of the mesh as `specs` say: a replicated array is cut, which moves no
+    data. How arrays lie over Auto axes is XLA's choice.
 
     Raises:
         ValueError: an array is sharded differently, so that its data would have to be sent to other devices.
     """
-    if all(kind != AxisType.Explicit for kind in mesh.axis_types):
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if not explicit:
         return arrays
 
     def taken(path: Any, array: Any, spec: P) -> Any:
         own = jax.typeof(array).sharding
         entries = (*spec, *(None,) * (array.ndim - len(spec)))
-        wanted = P(*(_entry(each) for each in entries))
+        wanted = P(*(_entry(tuple([name for name in members(each) if name in explicit])) for each in entries))
         if own.mesh.empty or all(entry is None for entry in own.spec):
             return jax.sharding.reshard(array, NamedSharding(_abstract(mesh), wanted))
         if tuple(_entry(each) for each in own.spec) != tuple(wanted):
@@ -200,8 +202,10 @@ def weight_specs(node: Any, spec: P) -> Any:
     """Specs of a weight [E, ...], plain, a pair, or quantised: codes and scales are split by experts alone.
 
     Args:
-        spec: that of the plain weight.
+        node: None where there is none. spec: that of the plain weight.
     """
+    if node is None:
+        return None
     if isinstance(node, tuple | list):
         return tuple(weight_specs(each, spec) for each in node)
     if isinstance(node, StraightThrough):

@@ -197,10 +197,4 @@ def into_refs(o: Operands) -> bool:
     Raises:
         ValueError: one is a Ref, the other an array.
     """
-    kinds = {accumulate.is_sink(accum) for accum in (*members(o.accum_wi), o.accum_wo) if accum is not None}
-    if len(kinds) == 2:
-        raise ValueError(
-            f"`{NAMES.accum}`: an array beside a jax.Ref, expected two of one kind; with a Ref it is unknown whether "
-            "the array is differentiated, so pass two arrays, or two Refs."
-        )
-    return kinds == {False}
+    return accumulate.all_refs(NAMES.accum, (*members(o.accum_wi), o.accum_wo))

@@ -49,9 +49,7 @@ def accumulators_of(name: str, accum: Any, paired: bool) -> tuple[Any, Any]:
     of_wi, of_wo = (None, None) if accum is None else _two(name, accum, f"of `{NAMES.wi}` and of `{NAMES.wo}`")
     if paired:
         of_wi = (None, None) if of_wi is None else _two(f"{name}[0]", of_wi, f"as `{NAMES.wi}` is one")
-    sinks = [each for each in (*members(of_wi), of_wo) if accumulate.is_sink(each)]
-    if len({id(each) for each in sinks}) < len(sinks):
-        raise ValueError(f"`{name}`: one array for both weights, expected one each; the cotangent would hold it twice.")
+    accumulate.all_refs(name, (*members(of_wi), of_wo))
     return of_wi, of_wo
 
 
@@ -214,11 +212,22 @@ def grouped_mlp_bwd_dw(deferred: Deferred, wgrad_accum: Accumulators | None = No
     d = deferred
     into_wi, into_wo = accumulators_of(NAMES.accum, wgrad_accum, d.op.paired)
     gate_and_up = []
+    if into_wo is not None and not d.needs.wo:
+        raise _without_gradient(NAMES.wo)
     for half, accum, axes in zip(d.op.parts(), members(into_wi), members(d.varying[1]), strict=True):
         needed = d.needs.wi and half in d.parts
+        if accum is not None and not needed:
+            raise _without_gradient(NAMES.wi)
         gate_and_up.append(_weight_grad(d, d.op.fc1(), d.specs.wi, d.x, d.dh, half, accum, axes) if needed else None)
     dwo = _weight_grad(d, d.op.fc2(), d.specs.wo, d.z, d.dy, 0, into_wo, d.varying[2]) if d.needs.wo else None
     return like(into_wi, gate_and_up), dwo
+
+
+def _without_gradient(name: str) -> ValueError:
+    return ValueError(
+        f"`{NAMES.accum}` of grouped_mlp_bwd_dw: given for `{name}`, which is quantised and has no gradient, expected "
+        "None; pass grouped_mlp_fwd the straight_through of a master and its quantised weight."
+    )
 
 
 def _weight_grad(

@@ -45,6 +45,16 @@ def _prepared(
     return op, o, _adapted_mlp.prepare(take, op, o, of_weights, lora_options=options)
 
 
+def all_needs(op: Mlp, o: Operands) -> tuple[MlpNeeds, tuple[int, ...]]:
+    """Gradients of all operands that have one, and the parts of wi: a quantised weight has one with a master, or for
+    its accumulator.
+    """
+    given = zip(op.parts(), members(o.accum_wi), strict=True)
+    parts = tuple([part for part, accum in given if has_gradient(o.wi) or accum is not None])
+    wo = has_gradient(o.wo) or o.accum_wo is not None
+    return MlpNeeds(x=has_gradient(o.x), wi=bool(parts), wo=wo), parts
+
+
 class _Forward(NamedTuple):
     """What the rules found; x is what backward reads of it, and `order` is that of the rows of tokens."""
 
@@ -184,7 +194,7 @@ _mlp.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 # NOTE: as with the linear operation, a forward rule with symbolic zeros may not save a Ref.
 _mlp_into_ref = jax.custom_vjp(_value, nondiff_argnums=(0,))
-_mlp_into_ref.defvjp(lambda op, *operands: _keep(op, MlpNeeds(), op.parts(), Operands(*operands)), _bwd)
+_mlp_into_ref.defvjp(lambda op, *operands: _keep(op, *all_needs(op, o := Operands(*operands)), o), _bwd)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

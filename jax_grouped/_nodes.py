@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from grouped_core import calls, scaling
 from grouped_core.calls import Call
@@ -42,6 +44,33 @@ def master_dtype(node: Any) -> str | None:
 def has_gradient(node: Any) -> bool:
     """Whether an operand has a gradient: a quantised one has it only with a master."""
     return not isinstance(node, QTensor)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def frozen(name: str, beside: str, weight: Any) -> Any:
+    """The weight of the argument `name`, which may not be differentiated, since the argument `beside` has adapters.
+
+    Raises:
+        ValueError: the weight is differentiated.
+    """
+    return weight
+
+
+def _frozen_fwd(name: str, beside: str, weight: Any) -> tuple[Any, None]:
+    if any(leaf.perturbed for leaf in jax.tree.leaves(weight)):
+        raise weight_differentiated(name, beside)
+    return custom_vjp_primal_tree_values(weight), None
+
+
+frozen.defvjp(_frozen_fwd, lambda name, beside, saved, cotangent: (None,), symbolic_zeros=True)
+
+
+def weight_differentiated(name: str, beside: str) -> ValueError:
+    """A weight with adapters needs a gradient."""
+    return ValueError(
+        f"`{name}`: differentiated beside `{beside}`, expected a frozen weight; differentiate with respect to A and B, "
+        "or pass jax.lax.stop_gradient of the weight."
+    )
 
 
 def cotangent_of(master: str | None, gradient: Any) -> Any:

@@ -118,7 +118,7 @@ def opened(path: str | os.PathLike[str], prefix: str = "") -> Folder:
             f"checkpoint `{where}`: no readable Orbax folder with an item `{_ARRAYS}` ({type(error).__name__}: "
             f"{str(error)[:120]}), expected one that `save` wrote; pass its path."
         ) from error
-    start = f"{prefix}." if prefix else ""
+    start = stripped(f"{prefix}.") if prefix else ""
     names: dict[str, str] = {}
     found = {name: Facts(tuple(each.shape), str(jax.numpy.dtype(each.dtype))) for name, each in _flat(tree).items()}
     for name in found:

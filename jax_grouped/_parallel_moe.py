@@ -20,6 +20,7 @@ from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe
 from jax_grouped import _mesh, route
+from jax_grouped._arguments import to_int32
 from jax_grouped._exchange import back, in_a_ring, rounded_once, there
 from jax_grouped._mesh import MeshAxes, members, sum_over
 from jax_grouped._nodes import value_of
@@ -201,9 +202,11 @@ def open_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
 def _own_sizes(sizes: Any, tokens: int, axes: MeshAxes) -> Any:
     """How many tokens of each sequence this rank has, of `sizes` [S] of all ranks' tokens in order."""
     first = _mesh.rank_of(axes.tokens) * tokens
-    ends = jnp.cumsum(jnp.maximum(sizes, 0), dtype=jnp.int32)
-    inside = jnp.clip(jnp.stack([ends - jnp.maximum(sizes, 0).astype(jnp.int32), ends]), first, first + tokens)
-    return inside[1] - inside[0]
+    after = first + tokens
+    given = jnp.clip(to_int32(sizes), 0, after)
+    # Sums that saturate: sizes may be of any length.
+    ends = jnp.clip(jax.lax.associative_scan(lambda one, other: jnp.minimum(one + other, after), given), first, after)
+    return jnp.diff(ends, prepend=first)
 
 
 def _spec(plan: Plan, name: str, node: Any) -> Any:
@@ -218,9 +221,7 @@ def _spec(plan: Plan, name: str, node: Any) -> Any:
     if name == "recipe":
         return _mesh.recipe_specs(node, axes.expert)
     if name == "wgrad_accum":
-        both = zip((0, 1), node, strict=True)
-        specs = [_mesh.weight_specs(each, _weight_spec(plan, axes.expert, at)) for at, each in both]
-        return tuple(spec if each is not None else None for spec, each in zip(specs, node, strict=True))
+        return tuple(_mesh.weight_specs(each, _weight_spec(plan, axes.expert, at)) for at, each in enumerate(node))
     if name == "shared":
         wi, wo = (_mesh.weight_specs(each, _weight_spec(plan, None, at)) for at, each in enumerate(node[:2]))
         rest = [None if each is None else P() for each in (node.gate, node.lora)]

@@ -56,7 +56,7 @@ def value_and_accumulate_grad(loss: Callable[..., Array]) -> Callable[..., tuple
     def run(params: Any, accum: Any, *args: Any) -> tuple[Array, Any, Any]:
         leaves, structure = jax.tree.flatten(accum, is_leaf=is_accum)
         leaves = [_array(leaf) if is_sink(leaf) or isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-        weights, params_structure = jax.tree.flatten(params)
+        weights, params_structure = jax.tree.flatten(params, is_leaf=lambda each: each is None)
         if structure != params_structure:
             raise ValueError(
                 f"`accum`: structure {structure}, expected {params_structure} = that of `params`; "

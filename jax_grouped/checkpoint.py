@@ -22,7 +22,19 @@ from grouped_core.checkpoint_metadata import NAME, Spec, beside
 from grouped_core.checkpoint_plan import Plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
 from grouped_core.layouts import LAYOUTS
-from jax_grouped._checkpoint_trees import JAX, Tree, check_holds, checked, facts_of, is_flat, nested, placed, to_numpy
+from jax_grouped._checkpoint_trees import (
+    JAX,
+    Tree,
+    check_described,
+    check_holds,
+    checked,
+    facts_of,
+    is_flat,
+    nested,
+    placed,
+    sharding_of,
+    to_numpy,
+)
 
 _Tree = TypeVar("_Tree")
 Interleave = int | tuple[int | None, int | None] | None
@@ -118,6 +130,7 @@ def load(
     else:
         reader = dequantized(checkpoint_files.opened(path, prefix), convert=convert)
     made = loading(reader, model, layout, interleave, convert, ranks)
+    check_described(made.missing, target, reader.where)
     if isinstance(reader, Files):
         read: Any = reader.read
     else:
@@ -188,7 +201,5 @@ def _is_orbax(path: str | os.PathLike[str]) -> bool:
 
 def _shardings(made: Plan, target: Mapping[str, Any]) -> Any:
     """The sharding of each entry that is loaded as it is; others are converted on one device."""
-    found = {
-        move.sources[0]: getattr(target[move.targets[0]], "sharding", None) for move in made.moves if not move.steps
-    }
+    found = {move.sources[0]: sharding_of(target[move.targets[0]]) for move in made.moves if not move.steps}
     return found.get

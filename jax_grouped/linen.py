@@ -370,8 +370,11 @@ class _Shared(nn.Module):
     use_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "T H"]) -> SharedExpert:
-        """Its weights in the dtype of the computation, for `jax_grouped.moe`."""
+    def weights(self, x: Float[Array, "T H"]) -> SharedExpert:
+        """Its weights in the dtype of the computation, for `jax_grouped.moe`.
+
+        NOTE: not `__call__`, whose results `capture_intermediates=True` returns: a recipe is no result of `jax.jit`.
+        """
         _, wi, wo, _, _, *factors = _experts(self, 1, self.mlp_dim, x)
         gate = None
         if self.gate:
@@ -499,4 +502,4 @@ class MoE(nn.Module):
         options: dict[str, Any] = {name: getattr(self, name) for name in same}
         options |= {name: _layer_options.along_one(getattr(self, name), 0) for name in ("wi_metadata", "wo_metadata")}
         gate = (self.shared_gate, self.router_init, _layer_options.along_one(self.router_metadata, 1))
-        return _Shared(self.hidden, self.shared_dim, *gate, **options, name="shared")(x)
+        return _Shared(self.hidden, self.shared_dim, *gate, **options, name="shared").weights(x)

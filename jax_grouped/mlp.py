@@ -16,13 +16,14 @@ from jaxtyping import Array, Float, Int, UInt32
 from grouped_core.activations import Activation
 from grouped_core.calls import Call
 from grouped_core.formats import QTensor
-from grouped_core.mlp_spec import MlpNeeds, Residuals
+from grouped_core.lora import check_absent
+from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.sizes import GroupSizes
 from jax_grouped._arguments import AnyArray, as_array, as_operand, as_operand_spec
 from jax_grouped._mlp_arguments import on_device, prepare
 from jax_grouped._mlp_gradients import NAMES, Accumulators, MlpResiduals
-from jax_grouped._mlp_operation import planned_calls, run_prepared, save
+from jax_grouped._mlp_operation import all_needs, planned_calls, run_prepared, save
 from jax_grouped.quantize import StraightThrough
 
 
@@ -103,8 +104,8 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
     """y [M, K] of `grouped_mlp`, and what its gradients read. Takes the arguments of `grouped_mlp` but `wgrad_accum`
     and adapters.
 
-    Not differentiable itself: `grouped_mlp_bwd_dx` and `grouped_mlp_bwd_dw` are its gradients. Raises what
-    `grouped_mlp` raises.
+    Operands that are quantised without a master have no gradient. Not differentiable itself: `grouped_mlp_bwd_dx` and
+    `grouped_mlp_bwd_dw` are its gradients. Raises what `grouped_mlp` raises.
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -117,6 +118,8 @@ def grouped_mlp_fwd(*args: Any, **kwargs: Any) -> tuple[Array, MlpResiduals]:
             "`lora` of grouped_mlp_fwd: given, expected None; differentiate grouped_mlp, whose gradients of A and B "
             "are small."
         )
+    of_lora = {name: each for name, each in bound.arguments.items() if name.startswith("lora_")}
+    check_absent(*[of_lora[f"lora_{each}"] for each in ("scaling", "dropout", "key", "wgrad_accum")])
     own = {name: each for name, each in bound.arguments.items() if not name.startswith("lora")}
     op, o = prepare(as_operand, as_array, **own, join=False)
-    return save(op, MlpNeeds(), op.parts(), on_device(o))
+    return save(op, *all_needs(op, o), on_device(o))

@@ -308,9 +308,11 @@ def _prepare_adapter(
     factors = adapters.pair_option(lora)
     a, b = (take(f"{adapter.name}[{at}]", factors[at], shapes[at]) for at in (0, 1))
     key = None if lora_key is None else take(f"{adapter.name}_key", lora_key, "[2]")
+    given_accums = adapters.accumulators_option(lora_wgrad_accum)
+    accumulate.all_refs("lora_wgrad_accum", given_accums)
     accums = [
         None if each is None else accumulate.take(take, f"{adapter.name}_wgrad_accum[{at}]", each)
-        for at, each in enumerate(adapters.accumulators_option(lora_wgrad_accum))
+        for at, each in enumerate(given_accums)
     ]
     run: Any = Planner() if take is as_operand_spec else RUN
     specs: list[Any] = [calls.spec_of(each) for each in (a, b)]
@@ -437,4 +439,6 @@ _linear.defvjp(_linear_fwd, _linear_bwd, symbolic_zeros=True)
 # NOTE: a forward rule with symbolic zeros may not save a Ref when JAX traces it (in scan and checkpoint). So with a Ref
 # all gradients are computed; compilation drops the calls of those that are not used.
 _linear_into_ref = jax.custom_vjp(_linear_value, nondiff_argnums=(0,))
-_linear_into_ref.defvjp(lambda op, *operands: _linear_save(op, Needs(), *operands), _linear_bwd)
+_linear_into_ref.defvjp(
+    lambda op, *operands: _linear_save(op, Needs(x=has_gradient(operands[0])), *operands), _linear_bwd
+)

@@ -224,17 +224,19 @@ def dispatch(
     """
     function = "parallel.dispatch"
     name = transport_option(function, transport, TRANSPORTS[:2])
-    (num_experts,), axis_name = integers(function, num_experts=num_experts), axis_names(function, axis_name) or ()
+    (num_experts,), axes = integers(function, num_experts=num_experts), axis_names(function, axis_name)
+    if not axes:
+        raise ValueError(f"`axis_name` of {function}: {axis_name}, expected a mesh axis; name that of the experts.")
     x, experts = as_array("x", x, "[T, H]"), as_array("experts", experts, "[T, k]")
     weights = as_array("weights", weights, "[T, k]")
     exchange.check_dispatch(function, *(spec_of(each) for each in (x, experts, weights)))
     if name == "ragged_all_to_all":
         _ragged.warn_about_flags(jax.default_backend())
-    how = (num_experts, axis_name, name, budget_factor, bool(once_per_rank))
+    how = (num_experts, axes, name, budget_factor, bool(once_per_rank))
     found, way = there(function, x, to_int32(experts), weights, *how)
     options: dict[str, Any] = {"probs": found.probs, "max_rows": way.option.max_rows}
     rows, sizes, permutation = route.permute(found.rows, found.experts, way.option.own, **options)
-    lost, probs = _mesh.sum_over(way.dropped, axis_name), permutation.probs
+    lost, probs = _mesh.sum_over(way.dropped, axes), permutation.probs
     assert probs is not None, "weights were given"
     return rows, sizes, Handle(probs, lost, lost > 0, permutation, way)
 

@@ -134,10 +134,10 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
 
     Args:
         master: an array of the logical shape of q, e.g. the float32 weight that q was quantised from once for several
-            uses.
+            uses; at most 32 bits.
 
     Raises:
-        ValueError: shapes that differ. TypeError: q is not quantised, or the master no array of floats.
+        ValueError: shapes that differ. TypeError: q is not quantised, or the dtype of the master.
     """
     check_quantized(q)
     array = as_array("master", master, "of the shape of q")
@@ -147,6 +147,8 @@ def straight_through(master: Float[AnyArray, ...], q: QTensor[Any]) -> StraightT
         )
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"`master`: dtype {array.dtype}, expected one of floats, which have a gradient; cast it first.")
+    if array.dtype.itemsize > 4:
+        raise TypeError(f"`master`: dtype {array.dtype}, expected at most 32 bits, as gradients have; cast it first.")
     return StraightThrough(array, q)
 
 

@@ -342,6 +342,64 @@ def test_accumulators_of_numpy_and_of_other_dtypes():
         several([w], [jnp.ones(w.shape, jnp.float32)], x)
 
 
+@pytest.mark.rule("ALL-4", "QNT-8")
+def test_quantised_operands_without_a_master_have_no_gradient_in_parts():
+    x, sizes = jnp.ones((6, 32), jnp.bfloat16), jnp.asarray([2, 4])
+    wi, wo = jnp.ones((2, 32, 64), jnp.bfloat16), jnp.ones((2, 32, 32), jnp.bfloat16)
+    of_wi, of_wo = (jg.quantize(each, "mxfp4", axis=1) for each in (wi, wo))
+    y, res = jg.accumulate.grouped_mlp_fwd(x, of_wi, of_wo, sizes)
+    assert (res.x, res.z) == (None, None), "only weight gradients read them"
+    *_, deferred = jg.accumulate.grouped_mlp_bwd_dx(res, y)
+    assert jg.accumulate.grouped_mlp_bwd_dw(deferred) == (None, None)
+    for at, name in enumerate(("`wi`", "`wo`")):
+        accums = tuple(jnp.zeros(each.shape) if at == each_at else None for each_at, each in enumerate((wi, wo)))
+        with asserts.refused(ValueError, ["`wgrad_accum` of grouped_mlp_bwd_dw", name, "no gradient", "straight_thr"]):
+            jg.accumulate.grouped_mlp_bwd_dw(deferred, accums)
+    rows = jg.quantize(x, "mxfp8", axis=1, group_sizes=sizes)
+    y, res = jg.accumulate.grouped_mlp_fwd(rows, of_wi, of_wo, sizes)
+    assert jg.accumulate.grouped_mlp_bwd_dx(res, y)[0] is None
+
+
+@pytest.mark.rule("ACC-2", "QNT-8")
+def test_a_ref_beside_quantised_rows_asks_for_no_form_of_dx():
+    x, w, sizes = jnp.ones((6, 128), jnp.bfloat16), jnp.ones((2, 128, 128)), jnp.asarray([2, 4])
+    rows = jg.quantize(x, "fp8_1x128", axis=(1, 0), group_sizes=sizes)
+    code = jg.quantize(w, "fp8_128x128", axis=1)
+
+    def sums(run: Any) -> np.ndarray:
+        ref = jax.new_ref(jnp.zeros(w.shape))
+        jax.grad(lambda w: run(jg.straight_through(w, code), ref).astype(jnp.float32).sum())(w)
+        return np.asarray(ref[...])
+
+    product = sums(lambda w, ref: jg.ragged_dot(rows, w, sizes, recipe=jg.FP8Block, wgrad_accum=ref))
+    asserts.filled(product[0], 2.0)
+    asserts.filled(product[1], 4.0)
+    options: Any = {"recipe": jg.FP8Block, "activation": "relu"}
+    second = jg.quantize(w, "fp8_128x128", axis=(1, 2))
+    of_mlp = sums(lambda w, ref: jg.grouped_mlp(rows, w, second, sizes, wgrad_accum=(ref, None), **options))
+    asserts.filled(of_mlp[1] / of_mlp[0], 2.0)
+
+
+@pytest.mark.rule("ACC-6", "ERR-1")
+def test_options_of_adapters_are_refused_in_parts():
+    x, wi, wo, sizes = jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.ones((2, 4, 8)), jnp.asarray([1, 3])
+    with asserts.refused(ValueError, ["`lora_scaling`", "without `lora`", "expected 1.0"]):
+        jg.accumulate.grouped_mlp_fwd(x, wi, wo, sizes, lora_scaling=3.0)
+
+
+@pytest.mark.rule("ACC-3")
+def test_a_tree_may_have_places_without_a_parameter():
+    x, w, sizes = jnp.ones((6, 8)), jnp.ones((2, 8, 4)), jnp.asarray([2, 3])
+
+    def total(params: Any, accum: Any) -> Any:
+        return jg.ragged_dot(x, params["w"], sizes, wgrad_accum=accum["w"]).sum()
+
+    trees: Any = {"w": w, "bias": None}, {"w": jnp.ones_like(w), "bias": None}
+    _, grads, accum = value_and_accumulate_grad(total)(*trees)
+    assert (grads, accum["bias"]) == ({"w": None, "bias": None}, None)
+    asserts.filled(np.asarray(accum["w"])[1], 4.0)
+
+
 @pytest.mark.rule("ACC-6", "ERR-1")
 def test_parts_of_another_operation_are_refused():
     x, wi, wo, sizes = jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.ones((2, 4, 8)), jnp.asarray([1, 3])

@@ -46,6 +46,43 @@ def params(module: Any) -> Any:
     return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.RngState)))
 
 
+@pytest.mark.rule("CKP-8")
+def test_quantised_rows_keep_their_sizes(tmp_path: Path) -> None:
+    x = np.arange(40 * 64, dtype=np.float32).reshape(40, 64) % 37 - 18
+    q = quantize(x, "mxfp8", axis=(1, 0), group_sizes=np.array([5, 35]))
+    checkpoint.save(tmp_path / "f.safetensors", {"x": q})
+    others = quantize(0 * x, "mxfp8", axis=(1, 0), group_sizes=np.array([20, 20]))
+    for like in ({"x": others}, jax.eval_shape(lambda: {"x": others})):
+        same(checkpoint.load(tmp_path / "f.safetensors", like)["x"], q)
+
+
+@pytest.mark.rule("CKP-3", "ERR-1")
+def test_nothing_stays_a_description(tmp_path: Path) -> None:
+    """What a checkpoint may lack stays as it is in the tree, which wants a value there."""
+    x, sizes = jnp.ones((8, H)), jnp.full((E,), 8 // E)
+    base, adapted = (linen.GroupedMLP(E, H, F, activation="relu", lora_rank=rank) for rank in (None, 2))
+    checkpoint.save(tmp_path / "f.safetensors", base.init(jax.random.key(0), x, sizes), spec=Activation("relu"))
+    like = jax.eval_shape(lambda: adapted.init(jax.random.key(0), x, sizes))
+    with refused(KeyError, ["lacks", "wi_lora_a", "jax.ShapeDtypeStruct", "initialise"]):
+        checkpoint.load(tmp_path / "f.safetensors", like)
+
+
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+def test_arrays_that_may_move_still_may(tmp_path: Path, name: str) -> None:
+    """An array that no device was chosen for can meet arrays that are spread over several."""
+    checkpoint.save(tmp_path / name, {"a": jnp.ones(8)})
+    assert not checkpoint.load(tmp_path / name, {"a": jnp.zeros(8)})["a"].committed
+    device = jax.devices()[1]
+    assert checkpoint.load(tmp_path / name, {"a": jax.device_put(jnp.zeros(8), device)})["a"].devices() == {device}
+
+
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+def test_a_prefix_may_name_the_wrapper_of_a_module(tmp_path: Path, name: str) -> None:
+    checkpoint.save(tmp_path / name, {"module": {"moe": {"a": jnp.ones(3)}}})
+    for prefix in ("module.moe", "moe"):
+        bitwise(checkpoint.load(tmp_path / name, {"a": jnp.zeros(3)}, prefix=prefix)["a"], np.ones(3, np.float32))
+
+
 @pytest.mark.rule("CKP-5", "CKP-8")
 @pytest.mark.parametrize("name", ["f.safetensors", "folder"])
 def test_modules_in_files_and_folders(tmp_path: Path, name: str) -> None:

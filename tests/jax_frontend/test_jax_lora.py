@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_grouped
-from jax_grouped import ragged_dot
+from jax_grouped import grouped_mlp, ragged_dot
 from jax_grouped.accumulate import StackedRef
 from tests import asserts, bounds, cases
 
@@ -73,6 +73,41 @@ def test_a_sink_that_is_not_differentiated_is_refused():
         jax.grad(lambda a: loss(X, a, B, lora_wgrad_accum=(sink, None)))(A)
     with asserts.refused(ValueError, ["`lora_wgrad_accum`", "(3, 4, 24)", "(3, 16, 4)", "allocate"]):
         loss(X, A, B, lora_wgrad_accum=(jnp.zeros(B.shape), None))
+
+
+@pytest.mark.rule("LOR-4", "ERR-1")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_differentiated_weight_is_refused_beside_refs(wrap: Any):
+    """Its gradient would be zero: with Refs the rule of the operation does not know what is differentiated."""
+    refs = tuple(jax.new_ref(jnp.zeros(each.shape, jnp.float32)) for each in (A, B))
+    fragments = ["differentiated beside `lora`", "expected a frozen weight", "stop_gradient"]
+    with asserts.refused(ValueError, ["`rhs`", *fragments]):
+        wrap(jax.grad(lambda w: ragged_dot(X, w, SIZES, lora=(A, B), lora_wgrad_accum=refs).sum()))(W)
+
+    def mlp(wi: Any, wo: Any) -> Any:
+        pair = (refs, (None, None))
+        return grouped_mlp(X, wi, wo, SIZES, activation="relu", lora=((A, B), None), lora_wgrad_accum=pair).sum()
+
+    wo = made(G, N, K, seed=5)
+    for at, name in enumerate(("`wi`", "`wo`")):
+        with asserts.refused(ValueError, [name, *fragments]):
+            wrap(jax.grad(mlp, at))(W, wo)
+
+
+@pytest.mark.rule("LOR-4", "ACC-2", "ERR-1")
+def test_accumulators_of_two_kinds_and_one_for_both_are_refused():
+    sink, ref = jnp.zeros(B.shape, jnp.float32), jax.new_ref(jnp.zeros(A.shape, jnp.float32))
+    with asserts.refused(ValueError, ["`lora_wgrad_accum`", "an array beside a jax.Ref", "pass two arrays"]):
+        loss(X, A, B, lora_wgrad_accum=(ref, sink))
+    square, both = made(G, K, K, seed=6), jnp.zeros((G, K, K), jnp.float32)
+    fragments = ["`lora_wgrad_accum`", "one array for both weights", "expected one each"]
+    with asserts.refused(ValueError, fragments):
+        ragged_dot(X, square, SIZES, lora=(square, square), lora_wgrad_accum=(both, both))
+    with asserts.refused(ValueError, fragments):
+        pairs = ((square, square), None)
+        grouped_mlp(
+            *(X, square, square, SIZES), activation="relu", lora=pairs, lora_wgrad_accum=((both, both), (None, None))
+        )
 
 
 @pytest.mark.rule("LOR-2", "LOR-4", "ACC-7", "ALL-4")

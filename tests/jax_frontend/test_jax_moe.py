@@ -386,6 +386,15 @@ def test_delayed_scaling_in_linen_overwrites_with_the_gradient() -> None:
     other.apply({**variables, collection: new}, x)
 
 
+@pytest.mark.rule("LYR-12")
+def test_intermediates_of_linen_are_arrays() -> None:
+    """A jitted function returns them, so a shared expert with a recipe may not be among them."""
+    _, other, variables = pair(recipe=MXFP8, shared_dim=S, dtype=jnp.bfloat16)
+    x = jnp.asarray(draw(T, H, seed="x"))
+    run = jax.jit(lambda v, x: other.apply(v, x, capture_intermediates=True)[1]["intermediates"])
+    assert all(isinstance(each, jax.Array) for each in jax.tree.leaves(run(variables, x)))
+
+
 @pytest.mark.parametrize("layer", ["GroupedLinear", "GroupedMLP"])
 def test_the_other_layers_of_linen(layer: str) -> None:
     sizes = (E, H, F)

@@ -245,6 +245,34 @@ def test_the_mesh_may_be_that_of_the_context_or_of_the_tokens(kind: AxisType) ->
     asserts.bitwise(jax.jit(lambda p, x: spread(p, x, mesh=mesh))(*replicated)[0], y, "replicated arguments")
 
 
+@pytest.mark.rule("LYR-9")
+@pytest.mark.parametrize("put", [False, True])
+def test_a_mesh_may_have_axes_of_both_kinds(put: bool) -> None:
+    """Data axes left to XLA beside an Explicit axis of the experts."""
+    p, x, _, expected = problem()
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=KINDS, devices=jax.devices()[:4])
+    axes = MeshAxes(expert="expert", data="data")
+    with jax.set_mesh(mesh):
+        if put:
+            x = jax.device_put(x, NamedSharding(mesh, P("expert", None)))
+            p = p | {name: jax.device_put(p[name], NamedSharding(mesh, P("expert"))) for name in ("wi", "wo")}
+        asserts.bitwise(jax.jit(lambda p, x: spread(p, x, axes)[0])(p, x), expected[0][0], "y")
+
+
+@pytest.mark.rule("ACC-4")
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_half_of_a_pair_may_have_an_accumulator(kind: AxisType) -> None:
+    p, x, mesh = parameters(pair=True), draw(T, H, seed="x"), mesh_of(kind, expert=4)
+    accum = draw(E, H, F, seed="accum")
+
+    def total(layer: Any) -> Any:
+        return jax.grad(lambda a, p, x: layer(p, x, wgrad_accum=((a, None), None))[0].sum())
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(total(spread))(accum, *placed(mesh, p, x, EXPERT))
+    asserts.bitwise(np.asarray(found), np.asarray(jax.jit(total(one_device))(accum, p, x)))
+
+
 @cache
 def with_budget(factor: float) -> tuple[Problem, int]:
     """A problem of four ranks whose slots are dropped by definition, and how many are."""
@@ -571,9 +599,10 @@ def test_a_shared_expert(name: str) -> None:
 
 
 @pytest.mark.rule("LYR-3")
-def test_sequences_are_those_of_all_tokens() -> None:
+@pytest.mark.parametrize("last", [4, 2**31 - 1])
+def test_sequences_are_those_of_all_tokens(last: int) -> None:
     p, x, dy, mesh = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy"), mesh_of(expert=4)
-    sizes = jnp.array([5, 0, 20, 4], jnp.int32)
+    sizes = jnp.array([5, 0, 20, last], jnp.int32)
     found = gradients(lambda p, x: spread(p, x, mesh=mesh, sequence_sizes=sizes), dy)(*placed(mesh, p, x, EXPERT))
     same_layer(found, gradients(lambda p, x: one_device(p, x, sequence_sizes=sizes), dy)(p, x))
 
@@ -821,6 +850,8 @@ def test_wrong_arguments_of_the_exchanges_are_named() -> None:
     x, ids, weights = draw(T, H), jnp.zeros((T, K), jnp.int32), draw(T, K)
     with asserts.refused(ValueError, ("`axis_name` of parallel.dispatch", "'expert'", "manual here", "shard_map")):
         parallel.dispatch(x, ids, weights, E, axis_name="expert")
+    with asserts.refused(ValueError, ("`axis_name` of parallel.dispatch", "None", "expected a mesh axis", "name")):
+        parallel.dispatch(x, ids, weights, E, axis_name=None)
     with asserts.refused(TypeError, ("`num_experts` of parallel.dispatch", "8.0", "an integer", "pass an int")):
         parallel.dispatch(x, ids, weights, 8.0, axis_name=())
     with asserts.refused(TypeError, ("`handle` of parallel.combine", "NoneType", "the Handle that `dispatch`", "pass")):

@@ -310,3 +310,5 @@ def test_a_master_has_floats() -> None:
     q = jax_grouped.quantize(jnp.ones((1, 32, 32)), "mxfp8", axis=1)
     with asserts.refused(TypeError, ["`master`", "int32", "floats, which have a gradient", "cast it"]):
         jax_grouped.straight_through(jnp.ones((1, 32, 32), jnp.int32), q)
+    with jax.enable_x64(True), asserts.refused(TypeError, ["`master`", "float64", "at most 32 bits", "cast it"]):
+        jax_grouped.straight_through(jnp.ones((1, 32, 32), jnp.float64), q)

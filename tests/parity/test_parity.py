@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Callable
@@ -511,3 +512,27 @@ def test_the_frontends_cover_the_table_of_bad_calls():
     for frontend in FRONTENDS:
         assert frontend.absent < set(GOOD)
     assert re.fullmatch(r"\w+", JAX.name)
+
+
+@pytest.mark.rule("ERR-1", "ERR-5", "GRP-1")
+def test_the_functions_of_numpy_name_what_they_cannot_take():
+    x, sizes = np.ones((6, 64), np.float32), np.array([2, 4], np.int32)
+    q = arrays.quantize(x, "mxfp8", axis=1, group_sizes=sizes)
+    foreign = dataclasses.replace(q, values=jnp.asarray(q.values))
+    with asserts.refused(TypeError, ["`q.values`", "ArrayImpl", "a NumPy or CuPy array", "convert it"]):
+        arrays.dequantize(foreign)
+    with asserts.refused(TypeError, ["`group_sizes`", "float64", "an integer dtype"]):
+        arrays.dequantize(q, group_sizes=np.array([2.0, 4.0]))
+    strided = dataclasses.replace(q, values=np.asfortranarray(q.values))
+    with asserts.refused(ValueError, ["`q.values`", "strides", "C-contiguous", "copy it"]):
+        arrays.dequantize(strided)
+    state = jax_grouped.scaling_state(jax_grouped.FP8Delayed, 2)
+    with asserts.refused(TypeError, ["`state.scale`", "ArrayImpl", "a NumPy or CuPy array"]):
+        arrays.update_scaling(state)
+    w, dy = np.ones((2, 64, 8), np.float32), np.ones((6, 8), np.float32)
+    needs: Any = ("x",)
+    with asserts.refused(TypeError, ["`needs`", "tuple", "None or Needs", "pass Needs(x=..."]):
+        arrays.grouped_linear_grads(x, w, sizes, dy, needs=needs)
+    wo, of_y = np.ones((2, 4, 64), np.float32), np.ones((6, 64), np.float32)
+    plain, none = (arrays.grouped_mlp_grads(x, w, wo, sizes, of_y, wgrad_accum=accum) for accum in ((None, None), None))
+    asserts.bitwise(none.wi, plain.wi)
