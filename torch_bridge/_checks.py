@@ -177,6 +177,8 @@ def refuse_transforms(name: str, *operands: Any) -> None:
     if forward_ad._current_level < 0:  # tangents exist only inside a dual level; they would be lost silently
         return
     for operand in operands:
+        if not isinstance(operand, Tensor):
+            operand = getattr(operand, "master", operand)  # of a `StraightThrough`, whose module imports this one
         for each in operand if isinstance(operand, (list, tuple)) else [operand]:
             if isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None:
                 raise NotImplementedError(

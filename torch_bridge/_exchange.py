@@ -169,7 +169,11 @@ class _Send(torch.autograd.Function):
         ctx.dtypes = (x.dtype, probs.dtype)
         save(ctx, found.inverse, found.entries)
         ctx.set_materialize_grads(False)
-        fixed = (found.source, found.experts, found.inverse, found.dropped, found.entries, found.values, found.scales)
+        fixed = [found.source, found.experts, found.inverse, found.dropped, found.entries, found.values, found.scales]
+        if not ctx.needs_input_grad[1]:
+            fixed.append(found.rows)
+        if not ctx.needs_input_grad[3]:
+            fixed.append(found.probs)
         ctx.mark_non_differentiable(*[each for each in fixed if each is not None])
         return tuple(found)
 

@@ -24,7 +24,7 @@ from grouped_core.formats import Format, QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_spec import check_shared
-from torch_bridge import _autocast, _codec, _exchange, _routing, _symmetric, route
+from torch_bridge import _autocast, _codec, _exchange, _routing, _symmetric, main_grad, route
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_group, check_operand
 from torch_bridge._compiling import is_compiling
@@ -376,12 +376,11 @@ class Layer(NamedTuple):
         """Returns (y, aux) of tokens x [T, H] with experts [T, k] of all ranks; aux covers the tokens of all ranks."""
         parts = list(zip(*(each.tensor_split(self.chunks) for each in (x, experts, weights)), strict=True))
         pending = [_begin_dispatch(self.transport, *each, self.num_experts) for each in parts]
-        beside, lost, coming = self.meanwhile(), aux.dropped, []
+        beside, lost, coming, delivered = self.meanwhile(), aux.dropped, [], {}
         for number, finish in enumerate(pending):
             arrived = finish()
             lost = lost + arrived.dropped
-            of_tokens = (arrived.rows, arrived.experts, arrived.weights)
-            results = self.experts(number, *of_tokens, room=arrived.max_rows)
+            results = self._results(None if self.chunks == 1 else main_grad.Part(delivered, number), arrived)
             coming.append(_begin_combine(self.transport, results, arrived.handle))
         (whole,) = _routing.summed(self.process_group.group_name, torch.cat([aux.load, lost.reshape(1)]))
         found = [finish() for finish in coming]
@@ -390,6 +389,11 @@ class Layer(NamedTuple):
         # Not `_replace`: Dynamo of PyTorch 2.11 cannot return a tuple that is made so.
         aux = MoEAux(load, aux.aux_loss, aux.z_loss, lost, lost > 0, aux.entropy)
         return y if beside is None else y + beside, aux
+
+    def _results(self, part: main_grad.Part | None, arrived: Arrived) -> Tensor:
+        of_tokens = (arrived.rows, arrived.experts, arrived.weights)
+        with main_grad.running(part):
+            return self.experts(part.number if part else 0, *of_tokens, room=arrived.max_rows)
 
 
 def save_list() -> set[Any]:

@@ -141,9 +141,9 @@ class Route:
         parts: the number of the weight's tensors. trained: the positions of those that need a gradient.
         owners: the tensors or Parameters, if gradients go to accumulators or to a queue; () if they go to autograd.
         accumulators: the destinations; () for `main_grad` of the owners. queue: that of delayed gradients, or None.
-        flags: whether flags of the owners are set after accumulation.
+        flags: whether flags of the owners are set after accumulation. owner: the module whose Parameters they are.
         overwrite: for each tensor, whether its gradient replaces the content; None: the owner's attribute says so.
-        owner: the module whose Parameters are `owners`; messages use its names.
+        part: the part of a layer's forward pass to which the call belongs, if the layer runs in parts.
     """
 
     name: str
@@ -156,6 +156,7 @@ class Route:
     flags: bool = False
     overwrite: tuple[bool, ...] | None = None
     owner: Owner | None = None
+    part: main_grad.Part | None = None
 
     def elsewhere(
         self,
@@ -172,14 +173,13 @@ class Route:
             leaves: the tensors that receive gradients; () for a quantised weight without a master weight.
             owner: the module that owns the weight.
         """
-        queue = None if owner is None else owner.queue
-        owners: Sequence[Any] = ()
+        owners, queue = (), None if owner is None else owner.queue
         if to_main_grad or len(accumulators) > 0 or queue is not None:
             stand_ins = leaves or [each for each in accumulators if each is not None]
             owners = stand_ins if owner is None else owner.parameters
         flags = to_main_grad and overwrite is None
         facts = (self.name, self.parts, self.packed, self.trained)
-        return Route(*facts, owners, accumulators, queue, flags, overwrite, owner)
+        return Route(*facts, owners, accumulators, queue, flags, overwrite, owner, main_grad.running_part())
 
     def deliver(self, gradient: WeightGradient | None, earlier: main_grad.Earlier = None) -> list[Tensor | None]:
         """Computes or queues the gradient; returns for each tensor what autograd gets, None if it goes elsewhere.
@@ -208,6 +208,7 @@ class Route:
             operands=gradient.read() if self.queue is None else gradient.tensors(),
             dtype=TORCH_DTYPES[gradient.op.gradient_dtype(gradient.weight)],
             earlier=earlier,
+            part=self.part,
         )
 
 

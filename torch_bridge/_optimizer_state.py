@@ -66,7 +66,17 @@ def convert_optimizer(
     held: dict[str, dict[str, Any]] = {name: dict(state["state"].get(at, {})) for name, at in by_name.items()}
     new: dict[str, dict[str, Any]] = {name: {} for name in params}
     kinds = dict.fromkeys(kind for entries in held.values() for kind in entries)
-    whole: Plan | None = None
+
+    def planned(facts: Mapping[str, Facts]) -> Plan:
+        first = next(iter(facts.values())).dtype
+        wanted = {
+            name: Facts(tuple(p.shape), facts[name].dtype if name in facts else first) for name, p in params.items()
+        }
+        return plan(facts, here, there, lambda _: pair, targets=wanted)
+
+    # Parameters without state are known only if they were passed. Dtypes of states need not be those of parameters.
+    whole = planned({name: Facts(each.shape, "float32") for name, each in own.items()}) if own else None
+    moves: dict[tuple[str, ...], Move] = {move.targets: move for move in whole.moves} if whole else {}
     for kind in kinds:
         values = {name: entries[kind] for name, entries in held.items() if kind in entries}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.dim()}
@@ -79,28 +89,29 @@ def convert_optimizer(
                     f"`{kind}` of `{name}`: shape {each.shape}, expected {own[name].shape} = shape of the parameter; "
                     "pass `names` in the order of the optimiser, or make a new one if its states are factored."
                 )
-        first = next(iter(facts.values())).dtype
-        wanted = {
-            name: Facts(tuple(p.shape), facts[name].dtype if name in facts else first) for name, p in params.items()
-        }
-        made = plan(facts, here, there, lambda _: pair, targets=wanted)
-        if made.unused:
+        made = whole or planned(facts)
+        if unused := [name for name in made.unused if name in tensors]:
             raise ValueError(
-                f"`{kind}` of `{made.unused[0]}`: no parameter of the new optimiser takes it, expected one; pass all "
+                f"`{kind}` of `{unused[0]}`: no parameter of the new optimiser takes it, expected one; pass all "
                 "of its parameters."
             )
         for move in made.moves:
+            lacking = [name for name in move.sources if name not in tensors]
+            if lacking == list(move.sources):
+                continue
+            if lacking:
+                raise ValueError(
+                    f"`{kind}` of `{lacking[0]}`: missing, expected one as of the {len(move.sources)} parameters that "
+                    f"become `{move.targets[0]}`; train all experts of a layer, or none."
+                )
             parts = run_steps(move.steps, [tensors[name] for name in move.sources], TORCH)
             for name, part in zip(move.targets, parts, strict=True):
                 new[name][kind] = part.contiguous().clone() if move.steps else part
-        whole = whole or made
-    if whole is None:
-        facts = own
-        wanted = {name: Facts(tuple(each.shape), name_of(each.dtype)) for name, each in params.items()}
-        whole = plan(facts, here, there, lambda _: pair, targets=wanted) if facts else _plain(listed, params)
-    for move in whole.moves:
+        moves |= {move.targets: move for move in made.moves}
+    found = list(moves.values()) or _plain(listed, params)
+    for move in found:
         _copy_scalars(move, held, new)
-    return {**state, "state": _numbered(new, params), "param_groups": _groups(state, whole, by_name, params)}
+    return {**state, "state": _numbered(new, params), "param_groups": _groups(state, found, by_name, params)}
 
 
 def _check_kinds(state: Any, names: Any, target: Any) -> None:
@@ -133,8 +144,8 @@ def _facts(names: Names) -> dict[str, Facts]:
     return {name: Facts(tuple(each.shape), name_of(each.dtype)) for name, each in given.items()}
 
 
-def _plain(listed: Sequence[str], params: Mapping[str, Tensor]) -> Plan:
-    """Returns the plan for a state without tensors, such as SGD's without momentum: parameters keep their names.
+def _plain(listed: Sequence[str], params: Mapping[str, Tensor]) -> list[Move]:
+    """Returns the moves for a state without tensors, such as SGD's without momentum: parameters keep their names.
 
     Raises:
         ValueError: the names of the parameters differ.
@@ -144,7 +155,7 @@ def _plain(listed: Sequence[str], params: Mapping[str, Tensor]) -> Plan:
             "`state` of convert_optimizer: no tensors of parameters, expected some to tell which belong together; pass "
             "the parameters themselves as `names`, or make a new optimiser."
         )
-    return Plan([Move((name,), (name,), (), ()) for name in listed])
+    return [Move((name,), (name,), (), ()) for name in listed]
 
 
 def _copy_scalars(move: Move, held: Mapping[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> None:
@@ -167,12 +178,15 @@ def _numbered(new: Mapping[str, dict[str, Any]], params: Mapping[str, Tensor]) -
 
 
 def _groups(
-    state: Mapping[str, Any], made: Plan, by_name: Mapping[str, int], params: Mapping[str, Tensor]
+    state: Mapping[str, Any], moves: Sequence[Move], by_name: Mapping[str, int], params: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """Returns the parameter groups, with the numbers of the new parameters."""
+    """Returns the parameter groups, with the numbers of the new parameters.
+
+    A parameter that no move makes stays in the group of its name, or else goes to the first.
+    """
     group_of = {at: number for number, group in enumerate(state["param_groups"]) for at in group["params"]}
-    numbers: dict[str, int] = {}
-    for move in made.moves:
+    numbers = {name: group_of[at] for name, at in by_name.items()}
+    for move in moves:
         found = {group_of[by_name[name]] for name in move.sources}
         if len(found) > 1:
             raise ValueError(

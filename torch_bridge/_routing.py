@@ -336,11 +336,16 @@ class _Permute(torch.autograd.Function):
         """`operands`: the fields of `PermuteOperands`."""
         o = PermuteOperands(*operands)
         found = _permuted(static, o)
-        _, sizes, source, inverse, dropped, *_ = found
+        rows, sizes, source, inverse, dropped, *probs = found
         ctx.dtypes = (o.x.dtype, None if o.probs is None else o.probs.dtype)
         save(ctx, inverse)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(sizes, source, inverse, dropped)
+        fixed = [sizes, source, inverse, dropped]
+        if not ctx.needs_input_grad[1]:
+            fixed.append(rows)
+        if not ctx.needs_input_grad[3]:
+            fixed += probs
+        ctx.mark_non_differentiable(*fixed)
         return found
 
     @staticmethod

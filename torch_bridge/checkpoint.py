@@ -124,9 +124,8 @@ def load(
     reader = dequantized(opened(path, prefix), convert=convert)
     weights = _quantised(modules)
     entries = {key: _facts(value) for key, value in target.items()}
-    for key, weight in _taken_plain(weights, reader.entries).items():
-        entries = {name: facts for name, facts in entries.items() if not name.startswith(f"{key}.")}
-        entries[key], target[key] = Facts(tuple(weight.shape), name_of(weight.dtype)), weight
+    plain = _taken_plain(weights, reader.entries)
+    entries, target = _with_plain(entries, plain), {**target, **plain}
     formats = {key: formats_of(q) for key, q in quantised.items()}
     formats |= {key: formats_of(weight.q) for key, weight in weights.items()}
     activations = {place: mlp.activation for place, mlp in _mlps(modules).items()}
@@ -145,8 +144,8 @@ def load(
             target[each.key].copy_(each.value)
     for module in modules.values():
         for layer in module.modules():
-            if isinstance(settle := getattr(layer, "_settle", None), Callable):
-                settle()
+            if isinstance(layer, GroupedLinear):
+                layer._settle()
     if message := unused_message(made, reader.where):
         warnings.warn(message, stacklevel=2)
     return like
@@ -212,6 +211,7 @@ def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., No
             return fixed_or(source, given[0]), blocks.get(place, given[1])
 
         facts = {key: _facts(value) for key, value in inside.items() if isinstance(value, Tensor)}
+        targets = _with_plain(targets, _taken_plain(_quantised({"": module}), facts))
         own = plan(facts, source, LAYOUTS[_LAYOUT], pair, targets=targets)
         moves = [move for move in own.moves if move.role]
         made = {}
@@ -368,6 +368,13 @@ def _taken_plain(weights: Mapping[str, QuantizedWeight], entries: Mapping[str, F
     """Quantised weights of the model, if the checkpoint has plain ones, which are quantised as they are loaded."""
     quantised = any(key.endswith((".values", "_blocks")) for key in entries)
     return {} if quantised else dict(weights)
+
+
+def _with_plain(entries: Mapping[str, Facts], plain: Mapping[str, QuantizedWeight]) -> dict[str, Facts]:
+    """Returns `entries` with one entry for each weight of `plain` instead of those of its parts."""
+    parts = tuple(f"{key}." for key in plain)
+    found = {key: facts for key, facts in entries.items() if not key.startswith(parts)}
+    return found | {key: Facts(tuple(each.shape), name_of(each.dtype)) for key, each in plain.items()}
 
 
 def _facts(value: Any, name: str = "tensor") -> Facts:

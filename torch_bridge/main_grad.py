@@ -16,8 +16,9 @@ sets no flag; all of that happens when the entry runs.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,6 +33,50 @@ from torch_bridge._tensors import dtype_name, note_written
 
 Write = Callable[[list[Tensor], list[int], bool], None]
 """A function (destinations, their groups, whether to add) -> None that launches the weight gradients of the groups."""
+
+
+class Part(NamedTuple):
+    """One of the parts in which a layer runs its operations over the tokens; all parts give one gradient per weight.
+
+    Attributes:
+        delivered: shared by the parts of one forward pass: for each weight, by `id`, the parts whose gradients were
+            delivered since the last backward through the pass began.
+        number: of the part.
+    """
+
+    delivered: dict[int, set[int]]
+    number: int
+
+    def is_first(self, weight: Any) -> bool:
+        """Notes a gradient of this part, and returns whether backward delivers no other part's gradient before it."""
+        numbers = self.delivered.setdefault(id(weight), set())
+        if self.number in numbers:  # a second backward through a retained graph
+            numbers.clear()
+        numbers.add(self.number)
+        return len(numbers) == 1
+
+
+class _Running(threading.local):
+    part: Part | None = None
+
+
+_running = _Running()
+
+
+@contextmanager
+def running(part: Part | None) -> Iterator[None]:
+    """Makes the operations that are called inside belong to a part."""
+    before, _running.part = _running.part, part
+    try:
+        yield
+    finally:
+        _running.part = before
+
+
+def running_part() -> Part | None:
+    """Returns the part to which an operation that is called now belongs."""
+    return _running.part
+
 
 Destinations = tuple[Sequence[str], Sequence[int], Sequence[Tensor], Places | None]
 """What was written for one weight: (names of its tensors, positions of those that were written, their `main_grad`, the
@@ -88,7 +133,7 @@ def write(
     names: Sequence[str],
     weights: Sequence[Tensor],
     given: Sequence[Tensor | None] | None,
-    overwrite: Sequence[bool] | None,
+    overwrite: Sequence[bool],
     trained: Sequence[int],
     launch: Write,
     operands: Sequence[Any] = (),
@@ -97,8 +142,8 @@ def write(
     """Writes the gradients of the weights at `trained`, with one launch per dtype and mode (add or overwrite).
 
     Args:
-        given: for each weight, a destination instead of `main_grad`, or None. overwrite: for each weight, a value
-            instead of the attribute `overwrite_main_grad`, which a graph of torch.compile read while it was traced.
+        given: for each weight, a destination instead of `main_grad`, or None. overwrite: for each weight, whether its
+            gradient replaces the content.
         operands: the operands that `launch` reads. Plain tensors among them must not overlap the destinations.
         earlier: what the same backward has written to for other weights; the destinations of this call are added to it.
 
@@ -111,8 +156,7 @@ def write(
         to = given[at] if given is not None else None
         if to is None:
             to = destination(weights[at], names[at])
-        replaces = overwrites(weights[at]) if overwrite is None else overwrite[at]
-        tensors, groups = batches.setdefault((to.dtype, not replaces), ([], []))
+        tensors, groups = batches.setdefault((to.dtype, not overwrite[at]), ([], []))
         tensors.append(to)
         groups.append(at)
         found.append(to)
@@ -185,24 +229,29 @@ def deliver(
     operands: Sequence[Any],
     dtype: torch.dtype,
     earlier: Earlier = None,
+    part: Part | None = None,
 ) -> list[Tensor | None]:
     """Writes the gradients of the weights at `trained`, now or, with a `queue`, later; returns what autograd gets.
 
     Args:
-        weights, given, overwrite, earlier: as in `write`.
+        weights, given, earlier: as in `write`. overwrite: for each weight, a value instead of the attribute
+            `overwrite_main_grad`, which a graph of torch.compile read while it was traced.
         flags: whether the gradients go to `main_grad` of Parameters that may have flags to set.
         operands: the tensors that `launch` reads, which `queue` keeps until the entry has run; without a queue, only
             the rows.
         dtype: the dtype of gradients that an entry adds to `.grad`.
+        part: the one whose gradients these are; only the first that is delivered replaces the content.
     """
     results: list[Tensor | None] = [None] * len(weights)
+    replaced = [overwrites(each) for each in weights] if overwrite is None else overwrite
+    if part is not None:
+        replaced = [part.is_first(each) and own for each, own in zip(weights, replaced, strict=True)]
     if queue is not None:
         tensors = [each for each in operands if each is not None]
-        replaced = [overwrites(each) for each in weights]
         mark = (_versions(tensors), *_finished(tensors[0].device))
-        queue.put(Entry(names, weights, trained, replaced, flags, dtype, launch, tensors, *mark))
+        queue.put(Entry(names, weights, trained, replaced, flags, dtype, launch, tensors, *mark, part))
         return results
-    write(names, weights, given, overwrite, trained, launch, operands, earlier)
+    write(names, weights, given, replaced, trained, launch, operands, earlier)
     if flags:
         for at in trained:
             results[at] = returned(weights[at])
@@ -237,13 +286,16 @@ def dummy(weight: Tensor, *, refill: bool = False) -> Tensor:
 
 
 def needs_python(weights: Sequence[Tensor]) -> bool:
-    """Whether writing depends on state that a compiled graph cannot hold: flags, FSDP, or a missing `main_grad`."""
+    """Whether writing depends on state that a compiled graph cannot hold: flags, FSDP, a missing `main_grad`, or which
+    part is the first to replace its content.
+    """
     return any(
         weight.requires_grad
         and (
             hasattr(weight, "grad_added_to_main_grad")
             or hasattr(weight, "__fsdp_param__")
             or getattr(weight, "main_grad", None) is None
+            or (overwrites(weight) and running_part() is not None)
         )
         for weight in weights
     )
@@ -267,12 +319,20 @@ class Entry(NamedTuple):
     versions: Sequence[int | None]  # of the operands in the main backward
     event: Any  # the operands are complete after it; None on the CPU and in a capture, where the caller keeps the order
     captured: bool
+    part: Part | None  # of the forward pass, to which the entry belongs
+
+    def fits(self, other: Entry) -> bool:
+        """Whether both may belong to one backward pass."""
+        apart = self.weights[0] is not other.weights[0]
+        if self.part is None or other.part is None:
+            return self.part is other.part and apart
+        return self.part.delivered is other.part.delivered and (apart or self.part.number != other.part.number)
 
     def run(self, now: Sequence[Any]) -> None:
         """Computes the gradients and delivers them, added to those of earlier entries.
 
         Args:
-            now: the layer's weights as they are now; they differ from those of backward if FSDP2 has resharded them.
+            now: the layer's weights as they are now. If FSDP2 has resharded those of backward, they get the gradients.
         """
         _await(self)
         if not self.captured and self.versions != _versions(self.operands):
@@ -292,7 +352,8 @@ class Entry(NamedTuple):
         new = [each.new_empty(each.shape, dtype=self.dtype) for each in own]
         self.launch(new, list(self.trained), False)
         for at, gradient in zip(self.trained, new, strict=True):
-            _add_to_grad(now[at], gradient, is_whole=now[at] is not self.weights[at])
+            to = now[at] if is_distributed(now[at]) else self.weights[at]
+            _add_to_grad(to, gradient, is_whole=to is not self.weights[at])
 
 
 def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
@@ -350,7 +411,7 @@ class GradientQueue:
     """
 
     def __init__(self) -> None:
-        self._entries: deque[Entry] = deque()
+        self._entries: list[Entry] = []
         self.hooks: list[Callable[[], Any]] = []
 
     def __reduce__(self) -> tuple[type[GradientQueue], tuple[()]]:
@@ -361,11 +422,15 @@ class GradientQueue:
         return len(self._passes())
 
     def _passes(self) -> list[list[Entry]]:
-        """Returns the entries by backward pass: a second entry for the same weight begins the next pass."""
+        """Returns the entries by backward pass: a second entry for the same weight, or for the same part of a forward
+        pass, begins the next pass. Entries of parts may lie between those of other passes.
+        """
         found: list[list[Entry]] = []
         for entry in self._entries:
-            if found and all(entry.weights[0] is not other.weights[0] for other in found[-1]):
-                found[-1].append(entry)
+            for begun in found[-1:] if entry.part is None else reversed(found):
+                if all(map(entry.fits, begun)):
+                    begun.append(entry)
+                    break
             else:
                 found.append([entry])
         return found
@@ -386,13 +451,16 @@ class GradientQueue:
         """
         if not self._entries:
             return False
-        for at, entry in enumerate(self._passes()[0]):
+        entries = self._passes()[0]
+        order = list(dict.fromkeys([id(entry.weights[0]) for entry in entries]))
+        for entry in entries:
             own = weights
             if len(entry.weights) < len(weights):  # one of several, perhaps not the first, as others may be frozen
+                at = order.index(id(entry.weights[0]))
                 own = [each for each in weights if each is entry.weights[0]] or weights[at : at + 1]
             with torch.no_grad():
                 entry.run(own)  # an entry that raises stays queued
-            self._entries.popleft()
+            del self._entries[[each is entry for each in self._entries].index(True)]
         return True
 
     def fire(self) -> None:

@@ -42,8 +42,8 @@ def shard_experts(module: Module, mesh: DeviceMesh, **how: Any) -> Module:
 
     Raises:
         TypeError: not a module, or not a mesh. ValueError: the mesh has several axes; a layer has one parameter per
-            group, an adapter, quantised weights or DTensors, or a number of groups that the ranks do not divide. Then
-            no layer was changed.
+            group, an adapter, quantised weights or DTensors, or a number of groups that the ranks do not divide; an
+            `nn.MoE` is spread already, or an option is invalid for it. Then no layer was changed.
     """
     for name, given, kind in (("module", module, Module), ("mesh", mesh, DeviceMesh)):
         if not isinstance(given, kind):
@@ -81,8 +81,10 @@ def shard_experts(module: Module, mesh: DeviceMesh, **how: Any) -> Module:
                 f"{what}: {layer.num_groups} groups over {ranks} ranks, expected a number that the ranks divide; "
                 "choose another mesh."
             )
-    for each in moes:
-        each.spread_experts(mesh.get_group(), **how)
+    group, chunks = mesh.get_group(), how.get("chunks", 1)
+    transports = [each.transport_over(group, **how) for each in moes]
+    for each, transport in zip(moes, transports, strict=True):
+        each.spread_experts(group, transport=transport, chunks=chunks)
     for _, layer in layers:
         for name in (*layer.weight_names, *layer.bias_names):
             old: Any = getattr(layer, name)

@@ -128,8 +128,10 @@ class QuantizedWeight(Tensor):
             own = slice(None) if self.dim() == 3 else slice(at, at + 1)
             scale, amax = (None, None) if self.scaling is None else (each[own] for each in self.scaling)
             quantize_into(source.contiguous().view(self.q.shape), forms_of(self.q), scale=scale, amax=amax)
-        # A pending backward must not silently read changed values.
-        torch.autograd.graph.increment_version(list(named_parts(self.q).values()))
+        # A pending backward must not silently read changed values. It saved the tensors of `home`; an expert's views of
+        # them have versions of their own, because `__torch_dispatch__` makes them below autograd.
+        changed = [*named_parts(self.q).values(), *named_parts(self.home[0]).values()]
+        torch.autograd.graph.increment_version(changed)
 
     # ---- the initial value -------------------------------------------------------------------------------------------
 
@@ -159,6 +161,16 @@ class QuantizedWeight(Tensor):
     def apply_(self, function: Any) -> QuantizedWeight:  # pyrefly: ignore[bad-override-param-name]
         """Quantises `function` of each dequantised element."""
         self.store(self.dequantize().apply_(function))
+        return self
+
+    def map_(self, tensor: Tensor, function: Any) -> QuantizedWeight:  # pyrefly: ignore[bad-override-param-name]
+        """Quantises `function` of each dequantised element and the one of `tensor`."""
+        self.store(self.dequantize().map_(tensor, function))
+        return self
+
+    def map2_(self, x: Tensor, y: Tensor, function: Any) -> QuantizedWeight:  # pyrefly: ignore[bad-override-param-name]
+        """Quantises `function` of each dequantised element and those of `x` and `y`."""
+        self.store(self.dequantize().map2_(x, y, function))
         return self
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -197,7 +209,7 @@ class QuantizedWeight(Tensor):
         weight is written.
         """
         whole = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
-        if whole or (self.dim() == 3 and isinstance(index, int)):
+        if whole or (self.dim() == 3 and isinstance(index, int) and not isinstance(index, bool)):
             super().__setitem__(index, value)
             return
         values = self.dequantize()

@@ -446,6 +446,37 @@ def codes_and_tokens_give_the_same_bits(mesh: DeviceMesh) -> None:
 
 
 @check
+def the_recipe_of_the_context_says_what_travels(mesh: DeviceMesh) -> None:
+    given = (128, 128, mesh.size(), 1)
+    options: dict[str, Any] = {"process_group": mesh.get_group(), "device": mesh.device_type}
+    for recipe in (FP8Block, MXFP8):
+        wanted: Any = nn.MoE(*given, recipe=recipe, **options).transport
+        for send in (None, "codes"):
+            with nn.quantized_model_init(recipe=recipe):
+                found: Any = nn.MoE(*given, send=send, **options).transport
+            assert found.codes == wanted.codes
+            assert found.codes is not None
+    with asserts.refused(TypeError, ["`recipe` of MoE", "str", "expected a Recipe or None"]):
+        nn.MoE(*given, recipe="FP8Block", **options)
+
+
+@check
+def gradients_of_tokens_travel_only_if_they_are_needed(mesh: DeviceMesh) -> None:
+    """What goes back beside them: the gradient of y, and of the weights."""
+    group, sent = mesh.get_group(), []
+    weights = weights_of(mesh, torch.float32)
+    for needed in (True, False):
+        router, wi, wo = leaf(weights[0]), own_part(weights[1], mesh), own_part(weights[2], mesh)
+        x = drawn(mesh, T, H, seed=mesh.get_rank()).requires_grad_(needed)
+        y, _ = parallel.moe(x, router, wi, wo, K, process_group=group)
+        with Exchanges() as exchanges:
+            y.sum().backward()
+        sent.append(len(exchanges.sent))
+        assert (x.grad is not None, router.grad is not None) == (needed, True)
+    assert sent == [3, 2]
+
+
+@check
 def tokens_of_another_dtype_are_cast_before_they_are_sent(mesh: DeviceMesh) -> None:
     """As on one rank, where they are quantised after the cast: to the dtype of the weights, or that of autocast."""
     x = drawn(mesh, mesh.size() * T, H, seed="x")
@@ -524,6 +555,88 @@ def gradients_go_to_main_grad_and_may_wait(mesh: DeviceMesh) -> None:
     for other in found[1:]:
         for mine, theirs in zip(other, found[0], strict=True):
             asserts.bitwise(mine, theirs)
+
+
+def _main_grads_of_chunks(
+    mesh: DeviceMesh, run: Any, *, overwrite: bool, passes: int = 1, delay: bool = False
+) -> list[Tensor]:
+    """`main_grad` of the experts of a layer with chunks: 0 before, or what each of `passes` overwrites."""
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"accumulate_into_main_grad": True, "delay_wgrad_compute": delay, "chunks": 2}
+    layer = nn.MoE(H, F, E, K, process_group=mesh.get_group(), **options).to(mesh.device_type)
+    every: list[Any] = list(layer.experts.parameters())
+    found = main_grads(every, 7.0 if overwrite else 0.0)
+    for each in every:
+        each.overwrite_main_grad = overwrite
+    total = run(layer, drawn(mesh, T, H, seed=mesh.get_rank())).sum()
+    for at in range(passes):
+        total.backward(retain_graph=at + 1 < passes)
+    for left in range(passes if delay else 0, 0, -1):
+        assert layer.pending_wgrads() == left
+        layer.backward_dw()
+    assert layer.pending_wgrads() == 0
+    return found
+
+
+def _plainly(layer: Any, x: Tensor) -> Tensor:
+    return layer(x)[0]
+
+
+@check
+def the_first_chunk_replaces_and_the_others_add(mesh: DeviceMesh) -> None:
+    """Also in a second backward through the same graph, of delayed gradients, and of a recomputed layer."""
+    expected = _main_grads_of_chunks(mesh, _plainly, overwrite=False)
+    recomputed = partial(checkpoint, use_reentrant=False)
+    ways = [(_plainly, False), (_plainly, True), (lambda layer, x: recomputed(_plainly, layer, x), True)]
+    for run, delay in ways:
+        found = _main_grads_of_chunks(mesh, run, overwrite=True, passes=2, delay=delay)
+        for mine, theirs in zip(found, expected, strict=True):
+            asserts.bitwise(mine, theirs)
+    router, wi, wo = weights_of(mesh, torch.float32)
+    x, found = drawn(mesh, T, H, seed=mesh.get_rank()), []
+    for overwrite in (False, True):
+        own: list[Any] = [leaf(own_part(each, mesh)) for each in (wi, wo)]
+        found.append(main_grads(own, 7.0 if overwrite else 0.0))
+        for each in own:
+            each.overwrite_main_grad = overwrite
+        options: dict[str, Any] = {"process_group": mesh.get_group(), "wgrad_accum": "main_grad", "chunks": 2}
+        parallel.moe(x, router, own[0], own[1], K, **options)[0].sum().backward()
+    for mine, theirs in zip(*found, strict=True):
+        asserts.bitwise(mine, theirs)
+
+
+@check_of_graphs
+def the_first_chunk_replaces_beside_a_graph(mesh: DeviceMesh) -> None:
+    """Which chunk comes first is state of Python, so that the layer, and its experts alone, are no whole graph."""
+    expected = _main_grads_of_chunks(mesh, _plainly, overwrite=False)
+
+    def experts_compiled(layer: Any, x: Tensor) -> Tensor:
+        layer.experts.forward = torch.compile(layer.experts.forward, backend="aot_eager")
+        return layer(x)[0]
+
+    for run in (lambda layer, x: torch.compile(layer, backend="aot_eager")(x)[0], experts_compiled):
+        for mine, theirs in zip(_main_grads_of_chunks(mesh, run, overwrite=True), expected, strict=True):
+            asserts.bitwise(mine, theirs)
+
+
+@check
+def chunks_of_two_passes_wait_as_two(mesh: DeviceMesh) -> None:
+    """The first `backward_dw` gives the gradients of all chunks of the pass whose backward ran first."""
+    options: dict[str, Any] = {"process_group": mesh.get_group(), "chunks": 2}
+    x, other = (drawn(mesh, T, H, seed=(name, mesh.get_rank())) for name in ("x", "other"))
+    found = []
+    for delay in (False, True):
+        torch.manual_seed(3)
+        layer = nn.MoE(H, F, E, K, delay_wgrad_compute=delay, **options).to(mesh.device_type)
+        before = layer(other)[0].sum() if delay else 0.0
+        (before + layer(x)[0].sum()).backward()
+        if delay:  # autograd runs the nodes of the later forward pass first
+            assert layer.pending_wgrads() == 2
+            layer.backward_dw()
+            assert layer.pending_wgrads() == 1
+        found.append([each.grad for each in layer.experts.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        asserts.bitwise(mine, theirs)
 
 
 @check

@@ -316,6 +316,18 @@ def other_placements_and_uses_are_refused(mesh: DeviceMesh) -> None:
 
 
 @check
+def options_that_do_not_fit_one_layer_change_none(mesh: DeviceMesh) -> None:
+    """Codes are sent only by the recipe of the first."""
+    layers: list[Any] = [nn.MoE(128, 128, 2, 1, recipe=each) for each in (FP8Block, FP8Delayed)]
+    module = torch.nn.ModuleList(layers).to(mesh.device_type)
+    with asserts.refused(ValueError, ["`send` of MoE", "'codes' with recipe FP8Delayed", "send=None"]):
+        parallel.shard_experts(module, mesh, send="codes")
+    assert all(each.process_group is None and each.transport is None for each in layers)
+    parallel.shard_experts(module, mesh, chunks=2)
+    assert [(each.chunks, each.transport.codes is not None) for each in layers] == [(2, True), (2, False)]
+
+
+@check
 def each_rank_has_the_scaling_state_of_its_own_experts(mesh: DeviceMesh) -> None:
     """Bits, scales and amaxes are the parts of those of the whole."""
     s, whole, spread = _experts(mesh, recipe=FP8Delayed.replace(history=2))

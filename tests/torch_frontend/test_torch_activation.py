@@ -135,6 +135,7 @@ def test_modules_say_which_activation_they_are(made: Any, expected: Activation) 
     module = made()
     assert module.activation == expected
     assert expected.kind in repr(module)
+    assert "_text" not in repr(module)
     h, p, _ = (tensor(each) for each in _operands(expected, "bfloat16", "float32"))
     asserts.bitwise(module(h, p), scaled_activation_rows(h, p, expected))
     asserts.bitwise(module(h), scaled_activation_rows(h, torch.ones(ROWS), expected))

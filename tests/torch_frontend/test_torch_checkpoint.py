@@ -442,6 +442,30 @@ def test_state_dicts_load_through_a_hook(layout: str) -> None:
         checkpoint.load_hook("mixtral")
 
 
+@pytest.mark.rule("CKP-5", "QNT-1")
+@pytest.mark.parametrize("single", [False, True])
+def test_plain_weights_are_quantised_behind_a_hook(single: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.MoE(128, 128, 2, 1)
+    given = checkpoint.convert(plain, "torch_bridge", "hugging_face")
+    options: dict[str, Any] = {"recipe": FP8Block, "quantized_weights": True, "single_grouped_weight": single}
+    model, expected = nn.MoE(128, 128, 2, 1, **options), nn.MoE(128, 128, 2, 1, **options)
+    model.register_load_state_dict_pre_hook(checkpoint.load_hook("hugging_face"))
+    model.load_state_dict(given)
+    expected.load_state_dict(plain.state_dict())
+    same(model, expected)
+
+
+def test_modules_of_others_are_not_settled(tmp_path: Path) -> None:
+    class Foreign(torch.nn.Linear):
+        def _settle(self) -> None:
+            raise AssertionError("called")
+
+    path, model = tmp_path / "f.safetensors", Foreign(3, 2)
+    checkpoint.save(path, model)
+    checkpoint.load(path, model)
+
+
 # ---- optimisers
 
 
@@ -529,6 +553,54 @@ def test_groups_and_scalars_of_optimisers() -> None:
     ]
     split = checkpoint.convert_optimizer(two, names, single)["param_groups"]
     assert [(each["params"], each["lr"]) for each in split] == [([0, 1], 1e-2), ([2], 3.0)]
+
+
+class _Partly(torch.nn.Module):
+    """A model with layers in two groups of an optimiser; `unused` gets no gradient."""
+
+    def __init__(self, single: bool) -> None:
+        super().__init__()
+        self.first, self.moe = torch.nn.Linear(H, H), moe(single_grouped_weight=single)
+        self.unused = torch.nn.Linear(H, 2)
+
+    def groups(self) -> list[dict[str, Any]]:
+        rest = [*self.moe.parameters(), *self.unused.parameters()]
+        return [{"params": [*self.first.parameters()]}, {"params": rest, "lr": 0.25}]
+
+
+@pytest.mark.rule("CKP-4")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("by", ["module", "names"])
+def test_parameters_without_state_stay_in_their_groups(by: str, single: bool, frozen: bool) -> None:
+    """Those without gradients; `frozen`: the first weights of experts too, whose facts are those of the module."""
+    old, new = _Partly(single), _Partly(not single)
+    if frozen:
+        for each in old.moe.experts.linear_fc1.parameters():
+            each.requires_grad_(False)
+    optimizer = torch.optim.Adam(old.groups())
+    old.moe(old.first(rows()))[0].sum().backward()
+    optimizer.step()
+    names: Any = old if by == "module" or frozen else [name for name, _ in old.named_parameters()]
+    found = checkpoint.convert_optimizer(optimizer.state_dict(), names, new)
+    resumed = torch.optim.Adam(new.groups())
+    resumed.load_state_dict(found)
+    held = [each for group in resumed.param_groups for each in group["params"]]
+    assert [group["lr"] for group in resumed.param_groups] == [1e-3, 0.25]
+    assert all(mine is theirs for mine, theirs in zip(held, new.parameters(), strict=True))
+    idle = {*new.unused.parameters()} | ({*new.moe.experts.linear_fc1.parameters()} if frozen else set())
+    assert {each for each in held if each not in resumed.state} == idle
+
+
+@pytest.mark.rule("CKP-4", "ERR-1")
+def test_states_of_some_experts_are_refused() -> None:
+    listed, single = moe(single_grouped_weight=False), moe()
+    listed.get_parameter("experts.linear_fc1.weight1").requires_grad_(False)
+    optimizer = torch.optim.AdamW(listed.parameters(), lr=1e-2)
+    _train(listed, optimizer, 0, 1)
+    said = ["`exp_avg` of `experts.linear_fc1.weight1`: missing", "`experts.linear_fc1.weight`", "all experts"]
+    with refused(ValueError, said):
+        checkpoint.convert_optimizer(optimizer.state_dict(), listed, single)
 
 
 @pytest.mark.rule("CKP-3", "ERR-1")

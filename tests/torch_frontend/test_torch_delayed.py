@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import Parameter
 
 from tests import asserts
 from tests.torch_frontend.nn_tools import CASE, MODULES, main_grads, parameters_of, setup
@@ -163,6 +164,23 @@ def test_rows_that_were_written_meanwhile_are_noticed(written: str) -> None:
     with asserts.refused(RuntimeError, ["backward_dw", "modified by an inplace", "values of then", "call backward_dw"]):
         layer.backward_dw()
     assert layer.weight0.grad is None
+
+
+@pytest.mark.rule("DLY-3")
+@pytest.mark.parametrize("listed", [False, True])
+def test_parameters_of_a_functional_call_get_the_gradients(listed: bool) -> None:
+    """As in autograd: the Parameters that forward read, not those of the layer."""
+    options: Any = {"bias": False, "single_grouped_weight": not listed}
+    layer = nn.GroupedLinear(2, 4, 4, delay_wgrad_compute=True, **options)
+    plain = nn.GroupedLinear(2, 4, 4, **options)
+    given = {name: Parameter(torch.ones_like(each)) for name, each in layer.named_parameters()}
+    torch.func.functional_call(layer, given, (torch.ones(3, 4), [1, 2])).sum().backward()
+    layer.backward_dw()
+    expected = {name: Parameter(each.detach()) for name, each in given.items()}
+    torch.func.functional_call(plain, expected, (torch.ones(3, 4), [1, 2])).sum().backward()
+    for name, each in layer.named_parameters():
+        assert each.grad is None, name
+        asserts.bitwise(given[name].grad, expected[name].grad, name)
 
 
 @pytest.mark.rule("DLY-6", "ERR-1")

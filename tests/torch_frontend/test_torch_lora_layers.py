@@ -452,6 +452,42 @@ def test_layers_with_pending_gradients_are_not_merged():
     p.module.merge()
 
 
+@pytest.mark.rule("LOR-5", "ERR-1", "DLY-2")
+@pytest.mark.parametrize("form", ["GroupedMLP", "MoE"])
+def test_layers_are_merged_together_or_not_at_all(form: str):
+    """The layer that is merged last has pending gradients."""
+    if form == "MoE":
+        manual_seed(0)
+        module: Any = nn.MoE(H, F, G, 2, shared_dim=F, delay_wgrad_compute=True, **OPTIONS)
+        linears = [each for each in module.modules() if isinstance(each, nn.GroupedLinear)]
+        call: Any = lambda: module(made(5, H, dtype=torch.float32))[0]  # noqa: E731
+    else:
+        module, *_, linears = call = build(form, delay_wgrad_compute=True)
+    for layer in linears[:-1]:
+        layer.lora_A.requires_grad_(False)
+        layer.lora_B.requires_grad_(False)
+    call().sum().backward()
+    assert [each.pending_wgrads() for each in linears] == [*[0] * (len(linears) - 1), 1]
+    before = {key: each.clone() for key, each in module.state_dict().items()}
+    with asserts.refused(ValueError, ["`merge` of", "of 1 passes", "expected none", "backward_dw"]):
+        module.merge()
+    assert module.state_dict().keys() == before.keys()
+    for key, each in module.state_dict().items():
+        asserts.bitwise(each, before[key], key)
+
+
+@pytest.mark.rule("LOR-5", "DLY-7")
+@pytest.mark.parametrize("quantized", [False, True])
+@listed_or_not
+@every_layer
+def test_merged_weights_skip_the_post_hook_of_wrappers(form: str, listed: bool, quantized: bool):
+    """They may be trained afterwards, and their gradients then wait."""
+    options: dict[str, Any] = {"recipe": WEIGHT_ONLY, "quantized_weights": True} if quantized else {}
+    for layer in build(form, listed=listed, delay_wgrad_compute=True, **options).linears:
+        layer.merge()
+        assert all(each.skip_backward_post_hook for each in layer.weight_parameters())
+
+
 class Negative(torch.nn.Module):
     """A parametrisation."""
 

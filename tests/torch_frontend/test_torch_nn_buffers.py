@@ -230,6 +230,9 @@ def test_modules_held_twice_and_modules_of_others() -> None:
         twice(s.x, s.sizes, s.sizes, op_kwargs={square: {"out": out}})
     with asserts.refused(ValueError, ["module 1 is a Identity", "this package's modules", "leave it out"]):
         twice(s.x, s.sizes, s.sizes, op_kwargs={1: {}})
+    nested = nn.Sequential(twice)
+    with asserts.refused(TypeError, ["keyword 'out'", "module 0 (Sequential)", "valid ones: none", "leave it out"]):
+        nested(s.x, s.sizes, s.sizes, op_kwargs={0: {"out": out}})
     assert twice(s.x, s.sizes, s.sizes, op_kwargs={2: {"out": out}}).data_ptr() == out.data_ptr()
 
 

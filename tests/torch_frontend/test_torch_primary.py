@@ -296,6 +296,24 @@ def test_a_pass_that_waits_for_backward_notices_that_codes_were_written(writer: 
 
 
 @pytest.mark.rule("QNT-1")
+@pytest.mark.parametrize("writer", ["unbind", "setitem", "select"])
+def test_a_pass_that_waits_for_backward_notices_that_an_expert_was_written(writer: str) -> None:
+    original = layer(recipes.MXFP8)
+    for module in (original, *copies(original)):
+        y = module(leaf(torch.randn(11, 48).bfloat16()), SIZES)
+        weight: Any = next(iter(module.parameters()))
+        with torch.no_grad():
+            if writer == "unbind":
+                weight.unbind()[0].zero_()
+            elif writer == "setitem":
+                weight[2] = 0.0
+            else:
+                weight.detach().select(0, 1).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@pytest.mark.rule("QNT-1")
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=lambda o: o.__name__)
 def test_an_optimiser_without_masters_updates_them(optimizer: Any) -> None:
     """As one that updates the values, then quantises them."""

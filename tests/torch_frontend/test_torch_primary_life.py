@@ -52,6 +52,10 @@ def test_what_writes_a_weight_may_read_it_too_and_parts_are_written(recipe: Reci
         packed[1] = 1
         assert (packed[1] == 1).all()
         assert (packed[0, :, 16:] == 4).all()
+        packed[False] = 0
+        assert packed.all(dim=2).any(), "False selects nothing"
+        packed[True] = 0
+        assert not packed.any(), "True selects everything"
 
 
 @pytest.mark.rule("QNT-1")
@@ -86,6 +90,40 @@ def test_copies_and_casts_keep_codes(recipe: Recipe, listed: bool) -> None:
 
 
 @pytest.mark.rule("QNT-1")
+@by_holding
+def test_a_cast_that_is_refused_changes_nothing(listed: bool) -> None:
+    module = layer(recipes.FP8Block, listed, bias=True)
+    before = raw(module)
+    with asserts.refused(TypeError, ["quantised weights as torch.float64", "expected one of"]):
+        module.double()
+    assert {each.dtype for each in module.parameters()} == {torch.bfloat16}, "of biases too"
+    same([*raw(module).values()], [*before.values()])
+
+
+@pytest.mark.rule("QNT-1")
+@by_recipe
+@by_holding
+def test_a_module_moves_them_to_shared_memory(recipe: Recipe, listed: bool) -> None:
+    module = layer(recipe, listed, bias=True)
+    x = torch.randn(11, 48).bfloat16()
+    y = module(x, SIZES)
+    y.sum().backward()
+    before, at = raw(module), [id(each) for each in module.parameters()]
+    assert module.share_memory() is module
+    for each in module.parameters():
+        assert each.is_shared()
+        assert each.grad is not None
+        assert each.grad.is_shared()
+    assert [id(each) for each in module.parameters()] == at
+    same([*raw(module).values()], [*before.values()])
+    asserts.bitwise(module(x, SIZES), y)
+    with torch.no_grad():
+        for each in module.parameters():
+            each.zero_()
+    assert not module(x, SIZES).any(), "products read what was written"
+
+
+@pytest.mark.rule("QNT-1")
 @by_recipe
 @by_holding
 def test_methods_that_read_memory_see_values(recipe: Recipe, listed: bool) -> None:
@@ -102,6 +140,13 @@ def test_methods_that_read_memory_see_values(recipe: Recipe, listed: bool) -> No
     with torch.no_grad():
         assert weight.apply_(lambda value: -value) is weight
         next(iter(written.parameters())).copy_(-before)
+        same_codes(module, written)
+        one, two = torch.rand(2, *before.shape, dtype=before.dtype)
+        assert weight.map_(one, lambda value, other: other) is weight
+        next(iter(written.parameters())).copy_(one)
+        same_codes(module, written)
+        assert weight.map2_(one, two, lambda value, first, second: second) is weight
+        next(iter(written.parameters())).copy_(two)
     same_codes(module, written)
 
 

@@ -364,6 +364,29 @@ def test_a_master_has_floats() -> None:
         straight_through(torch.ones((1, 32, 32), dtype=torch.int32), quantize(torch.ones(1, 32, 32), "mxfp8", axis=1))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*torch.jit.script:FutureWarning"
+)  # torch's own
+@pytest.mark.rule("ERR-1", "QNT-8")
+def test_a_dual_master_is_refused() -> None:
+    """A tangent would be dropped in silence."""
+    x, weight, sizes = torch.randn(4, 32), torch.randn(2, 32, 32), torch.tensor([3, 1])
+    rows, held = quantize(x, "mxfp8"), quantize(weight, "mxfp8", axis=(2, 1))
+    with torch.autograd.forward_ad.dual_level():
+        dual_x, dual = (torch.autograd.forward_ad.make_dual(each, torch.ones_like(each)) for each in (x, weight))
+        calls: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+            (grouped_linear, (x, straight_through(dual, held))),
+            (grouped_linear, (straight_through(dual_x, rows), held)),
+            (grouped_mlp, (x, held, straight_through(dual, held))),
+        )
+        for function, operands in calls:
+            with asserts.refused(NotImplementedError, [function.__name__, "a dual tensor", "plain tensors"]):
+                function(*operands, sizes, recipe=recipes.MXFP8)
+        grouped_linear(x, straight_through(weight, held), sizes, recipe=recipes.MXFP8)
+        layer = nn.GroupedLinear(2, 32, 32, quantized_weights=True, recipe=recipes.MXFP8)
+        layer(x, sizes)
+
+
 @pytest.mark.rule("ERR-1")
 def test_parts_on_different_devices_are_not_dequantised() -> None:
     q = quantize(torch.ones(2, 3, 4), "mxfp8")

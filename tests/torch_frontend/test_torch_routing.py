@@ -216,6 +216,16 @@ def test_probabilities_that_travel_have_gradients() -> None:
     asserts.bitwise(p.grad, torch.where(inverse >= 0, d[inverse.clamp(min=0)], 0), "gradient of probabilities")
 
 
+@pytest.mark.rule("ALL-4")
+@pytest.mark.parametrize("of", ["x", "probs"])
+def test_only_results_whose_gradient_is_needed_are_differentiable(of: str) -> None:
+    x, p = torch.ones(T, H), torch.rand(T, K)
+    (x if of == "x" else p).requires_grad_()
+    rows, _, permutation = route.permute(x, torch.from_numpy(experts_of(T, K, E)), E, probs=p)
+    assert permutation.probs is not None
+    assert (rows.requires_grad, permutation.probs.requires_grad) == (of == "x", of == "probs")
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_a_gradient_of_rows_in_8_bits_is_refused_at_the_call(dtype: torch.dtype) -> None:
     x, experts = torch.ones(4, 8).to(dtype), torch.zeros(4, 2, dtype=torch.int32)

@@ -14,7 +14,7 @@ from grouped_core.activations import Activation
 from tests import asserts, cases
 from tests.torch_frontend.nn_tools import setup
 from tests.torch_frontend.torch_tools import counted_launches, leaf, manual_seed
-from torch_bridge import FP32, nn
+from torch_bridge import FP32, FP8Block, nn
 
 G, H, F = 5, 16, 24
 
@@ -156,6 +156,16 @@ def test_sizes_and_probabilities_of_an_mlp_are_the_same_objects(fuse: str) -> No
         module(s.x, sizes, s.probs, sizes[::-1], s.probs)
 
 
+@pytest.mark.rule("MLP-6")
+@pytest.mark.parametrize("fuse", ["auto", "never"])
+def test_layers_that_cannot_be_an_mlp_take_sizes_of_their_own(fuse: str) -> None:
+    """Eight rows of two groups, then the same rows of four groups."""
+    layers = _layers(fc1=lambda: _linear(H, 2 * F, groups=2), fc2=lambda: _linear(F, H, groups=4))
+    x, two, four = torch.randn(8, H), torch.tensor([5, 3]), torch.tensor([1, 3, 0, 4])
+    y = nn.Sequential(*layers, fuse=fuse)(x, two, torch.ones(8), four)
+    asserts.bitwise(y, layers[2](layers[1](layers[0](x, two), torch.ones(8)), four))
+
+
 def test_extras_are_counted() -> None:
     s = setup("GroupedMLP", True)
     module = nn.Sequential(torch.nn.Identity(), *_layers(), nn.GroupedMLP(G, H, F))
@@ -172,6 +182,18 @@ def test_a_forward_of_its_own_is_called() -> None:
     for layers in (_layers(act=_Doubled), _layers(fc2=lambda: _replaced(_linear(F, H)))):
         found, apart = (nn.Sequential(*layers, fuse=fuse)(s.x, s.sizes, s.probs, s.sizes) for fuse in ("auto", "never"))
         asserts.bitwise(found, apart)
+
+
+@pytest.mark.rule("MLP-8", "ERR-3")
+@pytest.mark.parametrize("fuse", ["auto", "never"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_forward_of_one_activation_is_called(fuse: str, dtype: torch.dtype) -> None:
+    """Whatever the dtype of sizes, which kernels read directly if it is int32."""
+    s = setup("GroupedMLP", True)
+    layers = _layers(act=lambda: _replaced(nn.ScaledSwiGLU()))
+    sizes = s.sizes.to(dtype)
+    h = 2 * nn.ScaledSwiGLU()(layers[0](s.x, sizes), s.probs)
+    asserts.bitwise(nn.Sequential(*layers, fuse=fuse)(s.x, sizes, s.probs, sizes), layers[2](h, sizes))
 
 
 HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
@@ -212,6 +234,39 @@ def test_a_module_held_twice_is_drained_once_per_call(nested: bool) -> None:
     assert any((weight.grad != part).any() for weight, part in zip(twice.weight_parameters(), first, strict=True))
     module.fire_wgrad_hooks()
     assert len(fired) == 3
+
+
+@pytest.mark.rule("DLY-2", "DLY-5", "DLY-6")
+@pytest.mark.parametrize("shared", [None, F])
+def test_the_experts_of_a_moe_layer_are_drained(shared: int | None) -> None:
+    moe = nn.MoE(H, F, G, 2, shared_dim=shared, delay_wgrad_compute=True)
+    module, layers = nn.Sequential(torch.nn.Identity(), moe), moe.grouped_layers()
+    fired: list[int] = []
+    for at, layer in enumerate(layers):
+        layer.register_wgrad_accumulation_and_reduce_hooks(lambda at=at: fired.append(at))
+    module(torch.randn(6, H))[0].sum().backward()
+    assert (module.pending_wgrads(), moe.pending_wgrads()) == (1, 1)
+    module.backward_dw()
+    assert (module.pending_wgrads(), moe.pending_wgrads()) == (0, 0)
+    assert all(each.grad is not None for each in moe.parameters())
+    assert fired == [*range(len(layers))]
+    module.fire_wgrad_hooks()
+    assert fired == [*range(len(layers))] * 2
+
+
+def test_the_caches_of_a_moe_layer_are_told() -> None:
+    moe = nn.MoE(128, 128, 2, 1, recipe=FP8Block)
+    module = nn.Sequential(moe)
+    x = torch.randn(4, 128)
+    with asserts.refused(RuntimeError, ["is_first_microbatch"]):
+        module(x, is_first_microbatch=False)
+    module(x, is_first_microbatch=True)
+    y, _ = module(x, is_first_microbatch=False)
+    module.set_weight_update(False)
+    with torch.no_grad():
+        for each in moe.experts.parameters():
+            each.zero_()
+    asserts.bitwise(module(x)[0], y, "the weights are not quantised again")
 
 
 @pytest.mark.parametrize(

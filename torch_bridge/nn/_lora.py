@@ -100,7 +100,7 @@ def to_peft(layers: tuple[Any, Any], prefix: str) -> dict[str, Tensor]:
 
 
 def from_peft(layers: tuple[Any, Any], state: Mapping[str, Tensor], prefix: str) -> None:
-    """Loads adapters that `to_peft` or PEFT made.
+    """Loads adapters that `to_peft` or PEFT made, rounded to the dtype of the parameters like any state dict.
 
     Raises:
         TypeError: not a mapping of tensors. ValueError: an entry is missing, or its shape is not that of the layer, or

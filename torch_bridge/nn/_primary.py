@@ -167,26 +167,35 @@ def follow(parameters: Sequence[Any], state: ScalingState[Tensor] | None, produc
 def applied(layer: Any, fn: Callable[[Tensor], Tensor], apply: Callable[[], Any]) -> None:
     """Runs `apply`, `Module._apply` of the layer with `fn`, such that quantised weights move but are not converted.
 
-    A cast changes only their nominal dtype.
+    A cast changes only their nominal dtype. If `fn` changes neither device nor dtype, only what it does in place takes
+    effect, such as `share_memory_`.
+
+    Raises:
+        TypeError: a cast to a dtype that they cannot represent; the layer stays as it was.
     """
     held = {name: layer._parameters[name] for name in layer.weight_names if layer._parameters.get(name) is not None}
     if not held or not is_held(list(held.values())):
         apply()
         return
-    layer._parameters.update(dict.fromkeys(held))
-    try:
-        apply()
-    finally:
-        layer._parameters.update(held)
     first = next(iter(held.values()))
     probe = fn(torch.empty(0, dtype=first.dtype, device=first.device))
-    if (probe.dtype, probe.device) == (first.dtype, first.device):
-        return
     if probe.dtype not in quantized_weight.SOURCES:
         raise TypeError(
             f"quantised weights as {probe.dtype}: expected one of {', '.join(map(str, quantized_weight.SOURCES))}, "
             "which they can represent; cast the layer to one of them."
         )
+    layer._parameters.update(dict.fromkeys(held))
+    try:
+        apply()
+    finally:
+        layer._parameters.update(held)
+    if (probe.dtype, probe.device) == (first.dtype, first.device):
+        with torch.no_grad():
+            for weight in held.values():
+                fn(weight)
+                if weight.grad is not None:
+                    weight.grad = fn(weight.grad)
+        return
 
     def move(part: Tensor) -> Tensor:
         return torch.zeros_like(part, device=probe.device) if part.is_meta else part.to(probe.device)

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from grouped_core.activations import Activation, resolve
+from grouped_core.literals import fields_of
 from torch_bridge.activation import scaled_activation_rows
 
 
@@ -36,8 +37,8 @@ class ScaledActivation(Module):
 
     def extra_repr(self) -> str:
         """The activation and its options."""
-        given = {name: value for name, value in vars(self.activation).items() if value is not None}
-        return ", ".join(f"{name}={value!r}" for name, value in given.items())
+        given = [(name, getattr(self.activation, name)) for name in fields_of(Activation)]
+        return ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
 
 
 class ScaledSwiGLU(ScaledActivation):

@@ -274,6 +274,12 @@ class GroupedLinear(ScaledModule):
         Raises:
             ValueError: the layer has no adapter, gradients of it are pending, or a weight is parametrised.
         """
+        self.check_merge()
+        _lora.merge(self)
+        self.mark_weights()
+
+    def check_merge(self) -> None:
+        """Raises what `merge` raises, and changes nothing."""
         if not self.lora.rank:
             raise ValueError("`merge` of GroupedLinear: no adapter, expected one; make the layer with `lora_rank`.")
         if pending := len(self.queue):
@@ -286,7 +292,6 @@ class GroupedLinear(ScaledModule):
                 f"`merge` of GroupedLinear: `{computed[0]}` is computed by a parametrisation, expected a Parameter "
                 "that can be written; remove the parametrisation first."
             )
-        _lora.merge(self)
 
     def plain_members(self) -> list[Tensor]:
         """The values of the weights, one tensor per Parameter; quantised ones are dequantised."""

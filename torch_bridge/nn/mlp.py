@@ -260,13 +260,19 @@ class GroupedMLP(ScaledModule):
         """Merges adapters as `GroupedLinear` does, in each layer that has one.
 
         Raises:
-            ValueError: neither has.
+            ValueError: neither has, or one cannot be merged. Then none is.
         """
+        for layer in self.check_merge():
+            layer.merge()
+
+    def check_merge(self) -> list[GroupedLinear]:
+        """Returns the layers that `merge` changes. Raises what it raises."""
         having = [layer for layer in self._layers() if layer.lora.rank]
         if not having:
             raise ValueError("`merge` of GroupedMLP: no adapter, expected one; make the layer with `lora_rank`.")
         for layer in having:
-            layer.merge()
+            layer.check_merge()
+        return having
 
     def peft_state_dict(self, prefix: str = "") -> dict[str, Tensor]:
         """The adapters with the names and in the layout of PEFT's `target_parameters` on `gate_up_proj`, `down_proj`.

@@ -21,7 +21,8 @@ from torch_bridge import main_grad
 from torch_bridge._expert_parallel import Layer, Transport, check_chunks, transport_option
 from torch_bridge._router import router_logits
 from torch_bridge.moe import moe
-from torch_bridge.nn._checks import cast_rows, compute_dtype, parameter_dtype, positive
+from torch_bridge.nn import _primary
+from torch_bridge.nn._checks import cast_rows, check_recipe, compute_dtype, parameter_dtype, positive
 from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.nn.mlp import GroupedMLP
 from torch_bridge.route import MoEAux, topk_router
@@ -206,7 +207,10 @@ class MoE(Module):
         how: dict[str, Any] = {"transport": transport, "budget_factor": budget_factor, "once_per_rank": once_per_rank}
         how |= {"send": send, "chunks": chunks}
         if process_group is not None:
-            self._spread(process_group, options.get("recipe"), adapted=options.get("lora_rank") is not None, **how)
+            check_recipe("MoE", options.get("recipe"))
+            held = _primary.options(options.get("quantized_weights"), options.get("recipe"), None)
+            found = self._transport(process_group, held.recipe, adapted=options.get("lora_rank") is not None, **how)
+            self.process_group, self.transport, self.chunks = process_group, found, chunks
             own = own_experts("MoE", num_experts, process_group.size())
         elif list(how.values()) != ["all_to_all", None, False, None, 1]:
             raise ValueError(
@@ -243,6 +247,20 @@ class MoE(Module):
         Raises:
             ValueError: the layer is spread already, or an option is invalid.
         """
+        how = (transport, budget_factor, once_per_rank, send, chunks)
+        self.transport = self.transport_over(process_group, *how)
+        self.process_group, self.chunks = process_group, chunks
+
+    def transport_over(
+        self,
+        process_group: Any,
+        transport: str | Transport = "all_to_all",
+        budget_factor: float | None = None,
+        once_per_rank: bool = False,
+        send: str | None = None,
+        chunks: int = 1,
+    ) -> Transport:
+        """The transport that `spread_experts` would use; raises what it raises, and changes nothing."""
         if self.process_group is not None:
             raise ValueError(
                 "`process_group` of MoE: the layer is spread already, expected one with all experts; build it without "
@@ -250,9 +268,9 @@ class MoE(Module):
             )
         adapted, recipe = bool(self.experts.linear_fc1.lora.rank), self.experts.linear_fc1.recipe
         how = (transport, budget_factor, once_per_rank, send, chunks)
-        self._spread(process_group, recipe, *how, adapted=adapted)
+        return self._transport(process_group, recipe, *how, adapted=adapted)
 
-    def _spread(
+    def _transport(
         self,
         process_group: Any,
         recipe: Any,
@@ -263,13 +281,12 @@ class MoE(Module):
         chunks: int,
         *,
         adapted: bool,
-    ) -> None:
+    ) -> Transport:
         check_chunks("MoE", chunks)
         how = (transport, process_group, budget_factor, once_per_rank, send, recipe)
         found = transport_option("MoE", *how, adapted=adapted)
         own_experts("MoE", self.num_experts, process_group.size())
-        self.transport = found
-        self.process_group, self.chunks = process_group, chunks
+        return found
 
     def forward(
         self,
@@ -342,13 +359,18 @@ class MoE(Module):
     def _layers(self) -> list[GroupedMLP]:
         return [each for each in (self.experts, self.shared) if each is not None]
 
+    def grouped_layers(self) -> list[GroupedLinear]:
+        """The linear layers of the shared expert and of the experts, in the order of backward."""
+        return [each for layer in reversed(self._layers()) for each in (layer.linear_fc2, layer.linear_fc1)]
+
     def backward_dw(self, all: bool = False) -> None:
         """Runs the oldest delayed weight gradients (`all`: all) of the shared expert and of the experts."""
-        layers = [each for layer in reversed(self._layers()) for each in (layer.linear_fc2, layer.linear_fc1)]
-        main_grad.backward_dw(layers, every=all)
+        main_grad.backward_dw(self.grouped_layers(), every=all)
 
     def merge(self) -> None:
-        """Adds the adapters of the experts and of the shared expert to their weights, as in `GroupedLinear`."""
+        """Adds the adapters of the experts and of the shared expert to their weights, as in `GroupedMLP`."""
+        for layer in self._layers():
+            layer.check_merge()
         for layer in self._layers():
             layer.merge()
 

@@ -21,6 +21,7 @@ from torch_bridge.nn._routing import addressed
 from torch_bridge.nn.activation import ScaledActivation
 from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.nn.mlp import GroupedMLP, fused_mlp
+from torch_bridge.nn.moe import MoE
 
 _MODES = ("auto", "always", "never")
 _BUFFERS = ("out", "grad_input")
@@ -68,7 +69,7 @@ class _Window(NamedTuple):
         if first.dtype != second.dtype:
             return f"{at}: weights of {first.dtype} and {second.dtype}, expected one dtype"
         for layer, kind in ((fc1, GroupedLinear), (act, ScaledActivation), (fc2, GroupedLinear)):
-            if type(layer).forward is not kind.forward or "forward" in layer.__dict__:
+            if _has_own_forward(layer, kind):
                 return f"{at}: a {type(layer).__name__} has a `forward` of its own, which one operation would not call"
         hooked = [type(each).__name__ for each in (fc1, act, fc2) if any(getattr(each, hooks) for hooks in _HOOKS)]
         if hooked:
@@ -217,13 +218,13 @@ class Sequential(Module):
         rest = iter(extra)
         extras = [[next(rest) for _ in range(count)] for count in takes]
         given = addressed(layers, [_keywords(layer) for layer in layers], op_kwargs) if op_kwargs else {}
-        windows = {window.start: window for window in found}
-        for window in found:
+        windows = {window.start: window for window in found if window.why_unsupported() is None}
+        for window in windows.values():  # also with fuse="never", which has the same meaning
             _check_same(window, extras)
         at = 0
         while at < len(layers):
             window = windows.get(at)
-            if window is not None and self.fuse != "never" and window.why_unsupported() is None:
+            if window is not None and self.fuse != "never":
                 x = _run_window(window, x, extras[at], extras[at + 1], given, is_first_microbatch)
                 at += 3
                 continue
@@ -242,6 +243,8 @@ class Sequential(Module):
         for layer in reversed(self._layers()):
             if isinstance(layer, GroupedMLP):
                 found += [layer.linear_fc2, layer.linear_fc1]
+            elif isinstance(layer, MoE):
+                found += layer.grouped_layers()
             elif isinstance(layer, Sequential):
                 found += layer._delaying()
             elif isinstance(layer, GroupedLinear):
@@ -272,7 +275,7 @@ class Sequential(Module):
             layer.set_weight_update(flag)
 
 
-_CACHING = (GroupedLinear, GroupedMLP, Sequential)
+_CACHING = (GroupedLinear, GroupedMLP, MoE, Sequential)
 """Modules of this package with caches of quantised weights."""
 
 
@@ -286,6 +289,11 @@ def _extras(layer: Module) -> int:
     return counts.get(_kind(layer), 0)
 
 
+def _has_own_forward(layer: Module, kind: type[Module]) -> bool:
+    """Whether a layer, or its class, has another `forward` than `kind`."""
+    return type(layer).forward is not kind.forward or "forward" in layer.__dict__
+
+
 def _kind(layer: Module) -> type[Module]:
     return next((kind for kind in (ScaledActivation, GroupedMLP) if isinstance(layer, kind)), Module)
 
@@ -294,7 +302,7 @@ def _keywords(layer: Module) -> tuple[str, ...] | None:
     """The keywords of `op_kwargs` that a module takes; None: it is not a module of this package."""
     if isinstance(layer, (GroupedLinear, GroupedMLP)):
         return _BUFFERS
-    return () if isinstance(layer, ScaledActivation) else None
+    return () if isinstance(layer, (ScaledActivation, MoE, Sequential)) else None
 
 
 def _check_same(window: _Window, extras: Sequence[Sequence[Any]]) -> None:
@@ -362,7 +370,7 @@ def _sizes_before(layers: Sequence[Module], extras: Sequence[Sequence[Any]], at:
 
 def _run_one(layer: Module, x: Any, extras: Sequence[Any], sizes: Tensor | None, keywords: Mapping[str, Any]) -> Any:
     # Calls the function directly, so that rows past the groups are not read; hooks need the module itself.
-    plain = type(layer).forward is ScaledActivation.forward and not any(getattr(layer, hooks) for hooks in _HOOKS)
+    plain = not _has_own_forward(layer, ScaledActivation) and not any(getattr(layer, hooks) for hooks in _HOOKS)
     if plain and isinstance(layer, ScaledActivation) and sizes is not None and sizes.device == x.device:
         return scaled_activation_rows(x, extras[0], layer.as_given, sizes)
     return layer(x, *extras, **keywords)
