@@ -100,7 +100,7 @@ struct GroupedMatmul {
   int64_t contract_rows = 0;    // 0: rows are grouped (forward, dgrad); 1: the sum runs over a group's rows (wgrad)
   int64_t rhs_axis = 1;         // contracted axis of rhs: 1 or 2, 0 with contract_rows
   int64_t scale_bias = 0;       // 1: row_scale multiplies the bias only
-  int64_t accumulate = 0;       // 1: add to what `into` holds
+  int64_t accumulate = 0;       // 1: add to what `into` holds; 0 beside a low-rank product
   int64_t batch_invariant = 0;  // 1: bits of a row depend neither on M nor on G, those of a group's gradient not on G
   int64_t aligned_tables = 1;   // 1: every address in a table is a multiple of 16 bytes
   int64_t rows_hint = 0;        // usual rows per group, for tile choice; 0: unknown. Never changes meaning

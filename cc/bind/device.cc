@@ -17,7 +17,9 @@ namespace grouped {
 namespace {
 
 void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // else the next launch, which asks for it, would fail as well
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
 // What the runtime has no calls for: contexts that are current, or not, in this thread.

@@ -113,6 +113,11 @@ void call_arrays(const std::string& call_name, const std::string& arch, const st
     if (!on(plan->platform, scratch_array->device_type())) {
       throw std::invalid_argument(call_name + ": the workspace is not on the device of arch \"" + arch + "\"");
     }
+    if (plan->platform == Platform::cuda && scratch_array->device_id() != operands.device()) {
+      throw std::invalid_argument(call_name + ": the workspace is on device " +
+                                  std::to_string(scratch_array->device_id()) + ", expected " +
+                                  std::to_string(operands.device()) + ", that of the arrays; allocate it there");
+    }
     scratch = reinterpret_cast<uintptr_t>(scratch_array->data());
   }
   const size_t scratch_bytes = scratch_array ? scratch_array->nbytes() : 0;

@@ -1,7 +1,6 @@
 // A call decoded and chosen once, launched any number of times: the one way in which all three edges run a kernel.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -141,9 +140,8 @@ class Prepared {
     context.zeros = buffers.zeros;
     const Kernel<Call>* kernel = kernel_for(choice_, call);
     if (kernel == nullptr || (buffers.part != kEveryPart && kernel != choice_.kernel)) {
-      throw std::invalid_argument(std::string(choice_.kernel->name) + " needs addresses that are multiples of " +
-                                  std::to_string(choice_.kernel->alignment) +
-                                  " bytes; do not pin it, or a part of it, for " + describe());
+      throw std::invalid_argument(misaligned(*choice_.kernel, call) + "; do not pin it, or a part of it, for " +
+                                  describe());
     }
     context.workspace_bytes = workspace_for(choice_, call);
     if (context.workspace_bytes > 0) context.workspace = workspace_of(buffers, context.workspace_bytes, call);
@@ -170,18 +168,15 @@ class Prepared {
     }
     return reinterpret_cast<void*>(start);
   }
-  std::string too_small(size_t given, size_t needed, Call call) const {
+  std::string too_small(size_t given, size_t needed, const Call& call) const {
     std::string text = "the workspace has " + std::to_string(given) + " bytes, expected " +
                        std::to_string(with_room(needed)) + " in " + describe();
-    const TensorView* odd = unaligned(call, kAlignment);
-    if (odd == nullptr || choice_.aligned_workspace_bytes == choice_.workspace_bytes) {
+    const std::string odd = unaligned(call, kAlignment);
+    if (odd.empty() || choice_.aligned_workspace_bytes == choice_.workspace_bytes) {
       return text + "; allocate as many";
     }
-    Views views;
-    call.visit(views);
-    const size_t slot = static_cast<size_t>(std::find(views.all, views.all + views.count, odd) - views.all);
-    return text + ", because the address of `" + schema<Call>().slots[slot].name + "` is no multiple of " +
-           std::to_string(kAlignment) + "; align it, or allocate as many";
+    return text + ", because the address of `" + odd + "` is no multiple of " + std::to_string(kAlignment) +
+           "; align it, or allocate as many";
   }
 
   Call call_;

@@ -87,8 +87,12 @@ class Loop {
 
 class OwnPool final : public Pool {
  public:
-  explicit OwnPool(int threads) : threads_(threads) {
-    for (int i = 1; i < threads; ++i) std::thread([this] { serve(); }).detach();
+  // With as many of these threads as the system gives.
+  explicit OwnPool(int threads) {
+    try {
+      for (; threads_ < threads; ++threads_) std::thread([this] { serve(); }).detach();
+    } catch (const std::exception&) {  // the others wait for tasks, so this object has to stay
+    }
   }
   int threads() const override { return threads_; }
   void schedule(std::function<void()> task) override {
@@ -113,7 +117,7 @@ class OwnPool final : public Pool {
     }
   }
 
-  const int threads_;
+  int threads_ = 1;  // that of the caller
   std::mutex mutex_;
   std::condition_variable ready_;
   std::deque<std::function<void()>> queue_;
@@ -131,7 +135,10 @@ FloatEnvironment::~FloatEnvironment() { set_control_word(saved_); }
 void parallel_for(Pool* pool, int64_t tasks, const std::function<void(int64_t)>& body) {
   const int64_t threads = pool ? pool->threads() : 1;
   auto loop = std::make_shared<Loop>(tasks, body);
-  for (int64_t helper = 1; helper < std::min(threads, tasks); ++helper) pool->schedule([loop] { loop->work(); });
+  try {
+    for (int64_t helper = 1; helper < std::min(threads, tasks); ++helper) pool->schedule([loop] { loop->work(); });
+  } catch (...) {  // helpers that were scheduled may be using `body`, and they are enough
+  }
   loop->work();
   loop->finish();
 }

@@ -25,11 +25,11 @@ class FloatEnvironment {
 
 // Calls body(i) once for every i in [0, tasks), each inside a FloatEnvironment. The caller takes tasks itself and
 // returns when all are done; it waits for tasks that run, never for ones that the pool has not started. The first
-// exception a body throws is rethrown here.
+// exception a body throws is rethrown here. One of the pool means fewer helpers.
 void parallel_for(Pool* pool, int64_t tasks, const std::function<void(int64_t)>& body);
 
 // The pool of callers that bring none (PyTorch, NumPy): made at first use, a thread for each processor that this
-// process may keep busy (processors.h).
+// process may keep busy (processors.h), or as many as the system gives.
 Pool& own_pool();
 
 // The same pool for a caller that wants no more than `threads` at once; 0: as many as there are.

@@ -5,6 +5,7 @@
 
 #include "cc/api/kept.h"
 #include "cc/api/operands.h"
+#include "cc/api/schema.h"
 
 namespace grouped {
 namespace {
@@ -209,26 +210,38 @@ Chosen<Call> chosen_before(const Call& call, const Target& target) {
 }
 
 template <class Call>
-const TensorView* unaligned(const Call& call, int alignment) {
-  return find_unaligned(call, alignment);
+std::string unaligned(const Call& call, int alignment) {
+  const TensorView* found = find_unaligned(call, alignment);
+  if (found == nullptr) return "";
+  Views views;
+  const_cast<Call&>(call).visit(views);  // `visit` serves visitors that write, too; this one reads
+  const size_t slot = static_cast<size_t>(std::find(views.all, views.all + views.count, found) - views.all);
+  return schema<Call>().slots[slot].name;
+}
+
+template <class Call>
+std::string misaligned(const Kernel<Call>& kernel, const Call& call) {
+  return std::string(kernel.name) + " needs addresses that are multiples of " + std::to_string(kernel.alignment) +
+         " bytes, which that of `" + unaligned(call, kernel.alignment) + "` is not";
 }
 
 template <class Call>
 const Kernel<Call>* kernel_for(const Chosen<Call>& choice, const Call& call) {
   const int alignment = choice.kernel->alignment;
-  return alignment == 1 || unaligned(call, alignment) == nullptr ? choice.kernel : choice.spare;
+  return alignment == 1 || find_unaligned(call, alignment) == nullptr ? choice.kernel : choice.spare;
 }
 
 template <class Call>
 size_t workspace_for(const Choice<Call>& choice, const Call& call) {
   if (choice.aligned_workspace_bytes == choice.workspace_bytes) return choice.workspace_bytes;
-  return unaligned(call, kAlignment) == nullptr ? choice.aligned_workspace_bytes : choice.workspace_bytes;
+  return find_unaligned(call, kAlignment) == nullptr ? choice.aligned_workspace_bytes : choice.workspace_bytes;
 }
 
 #define X(Call)                                                                           \
   template std::string refusal_of<Call>(const Kernel<Call>&, const Call&, const Target&); \
   template Choice<Call> choose<Call>(const Call&, const Target&, const std::string&);     \
-  template const TensorView* unaligned<Call>(const Call&, int);                           \
+  template std::string unaligned<Call>(const Call&, int);                                 \
+  template std::string misaligned<Call>(const Kernel<Call>&, const Call&);                \
   template Chosen<Call> chosen_before<Call>(const Call&, const Target&);                  \
   template const Kernel<Call>* kernel_for<Call>(const Chosen<Call>&, const Call&);        \
   template size_t workspace_for<Call>(const Choice<Call>&, const Call&);

@@ -58,10 +58,14 @@ Chosen<Call> chosen_before(const Call& call, const Target& target);
 template <class Call>
 const Kernel<Call>* kernel_for(const Chosen<Call>& choice, const Call& call);
 
-// The first operand or result whose address is no multiple of `alignment`, of those that kernels want aligned; null:
-// none.
+// The name of the first operand or result whose address is no multiple of `alignment`, of those that kernels want
+// aligned; empty: none.
 template <class Call>
-const TensorView* unaligned(const Call& call, int alignment);
+std::string unaligned(const Call& call, int alignment);
+
+// What is wrong with the addresses of `call` where `kernel` does not take them, for messages.
+template <class Call>
+std::string misaligned(const Kernel<Call>& kernel, const Call& call);
 
 // Bytes of workspace that the kernel for these addresses needs.
 template <class Call>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <stdexcept>
 #include <string>
 
 #include "cc/dispatch/dispatch.h"
@@ -46,7 +47,13 @@ inline Context behind(const Context& context, size_t taken) {
 
 template <class Part>
 void run_part(const Part& part, const Context& context) {
-  kernel_for(chosen_before(part, context.target), part)->launch(part, context);
+  const Chosen<Part> choice = chosen_before(part, context.target);
+  const Kernel<Part>* kernel = kernel_for(choice, part);
+  if (kernel == nullptr) {
+    throw std::invalid_argument(misaligned(*choice.kernel, part) + "; align it, for no other kernel of " + Part::kName +
+                                " takes this part of the call");
+  }
+  kernel->launch(part, context);
 }
 
 }  // namespace grouped

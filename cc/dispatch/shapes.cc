@@ -193,6 +193,8 @@ void own_rules(Check* check, const GroupedMatmul& call) {
   row_product_scales(check, call.scales, call.lhs, call.rhs, call.rhs_axis, call.group_sizes.dims[0], true);
   check->require(!call.low.present() || (call.result_half == 0 && !call.rhs_up.present()),
                  [] { return "low_lhs: expected none beside halves; pass one array"; });
+  check->require(!call.low.present() || !call.accumulate,
+                 [] { return "accumulate: expected 0 beside `low_lhs`; add the rows in a call of their own"; });
   low_rank(check, call, width);
 }
 

@@ -288,8 +288,9 @@ int block_bytes(const ActivatedStore& call, bool gated) {
 }  // namespace
 
 std::string refuses_activated_store(const ActivatedStore& call, const Target& target) {
-  const std::string reason = refuses_tiles(call.store, target);
-  if (!reason.empty()) return reason;
+  for (const std::string& reason : {refuses_tiles(call.store, target), refuses_many_columns(call.hidden)}) {
+    if (!reason.empty()) return reason;
+  }
   if (groups_of(call.store) > kFewGroups) return "takes up to 1024 groups";
   for (const TensorView* t : {&call.store.source, &call.hidden, &call.grad, &call.result, &call.activated}) {
     if (t->present() && t->dtype != DType::bf16) return "takes and gives bfloat16, not " + describe(*t);

@@ -10,6 +10,7 @@
 #include "cc/api/calls.h"
 #include "cc/device/common/group_scan.cuh"
 #include "cc/device/common/hidden_rows.cuh"
+#include "cc/device/common/most_columns.h"
 #include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kTeamThreads) activate_rows(const __grid_const
 }
 
 std::string refuses(const ActivationForward& call, const Target&) {
-  return refuses_unless_plain({&call.rows, &call.result});
+  return first_of({refuses_unless_plain({&call.rows, &call.result}), refuses_many_columns(call.rows)});
 }
 
 size_t workspace(const ActivationForward& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }

@@ -12,6 +12,7 @@
 #include "cc/api/calls.h"
 #include "cc/device/common/group_scan.cuh"
 #include "cc/device/common/hidden_rows.cuh"
+#include "cc/device/common/most_columns.h"
 #include "cc/device/common/refusals.h"
 #include "cc/kernels/kernels.h"
 
@@ -92,7 +93,8 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocks<kKind>) grad_rows(const 
 }
 
 std::string refuses(const ActivationGrad& call, const Target&) {
-  return refuses_unless_plain({&call.grad, &call.rows, &call.result, &call.activated});
+  return first_of(
+      {refuses_unless_plain({&call.grad, &call.rows, &call.result, &call.activated}), refuses_many_columns(call.rows)});
 }
 
 size_t workspace(const ActivationGrad& call, const Target&) { return GroupScan::bytes(call.group_sizes.dims[0]); }

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocksOfSm<kFrom>)
   const char* from = p.table ? reinterpret_cast<const char*>(p.table[weight])
                              : static_cast<const char*>(p.source) + weight * p.rows * pitch;
   const bool vectors = has_vectors(from);
-  from += kBytes<kFrom> * (column + at.column);
+  from += kBytes<kFrom> * int64_t{column + at.column};
   const char* const lines = from + first * pitch;  // where rows are not gathered
   Eight<kFrom> raw[kVector];
   if (p.gather.places) {

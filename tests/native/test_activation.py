@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from grouped_core import calls
+from grouped_core import _native, calls, plans
 from grouped_core.activations import GATED_KINDS, KINDS, Activation, half_columns
-from grouped_core.calls import spec_of
+from grouped_core.calls import ArraySpec, spec_of
 from grouped_core.recipes import plain
 from tests import asserts, cases
 from tests.bounds import Bounded, Expected
@@ -392,3 +392,27 @@ def test_listed_weights_and_any_address_give_the_same_bits(kernel, rhs_axis, nam
         for a, b in zip(found, first, strict=True):
             asserts.bitwise(a, b)
     assert len(members) == p.rows.case.groups  # alive until here
+
+
+@pytest.mark.skipif(not _native.cuda_compiled, reason="this build has no CUDA kernels")
+@pytest.mark.rule("ERR-3")
+@pytest.mark.parametrize("kind", ["relu", "swiglu"])
+def test_hidden_rows_of_more_columns_than_32_bits_count_are_refused(kind):
+    sizes, activation = ArraySpec((1,), "int32"), Activation(kind)
+    for wide in (2**31 - 4096, 2**31 - 2048, 2**31, 2**33):
+        rows = ArraySpec((1, wide), "bfloat16")
+        grad = ArraySpec((1, wide // 2 if activation.gated else wide), "bfloat16")
+        wanted = {"activation": activation, "wanted": (True, True, True)}
+        for call in (
+            calls.activation(rows, sizes, "bfloat16", activation=activation),
+            calls.activation_grad(grad, rows, sizes, "bfloat16", **wanted),
+        ):
+            plan = plans.attempt(call, "sm_90a")
+            if wide <= 2**31 - 4096:
+                assert plan.kernel, plan.refusals
+            else:
+                assert not plan.kernel
+                assert (
+                    f"up to 2^31 - 4096 columns, got bfloat16[1, {wide}]"
+                    in dict(plan.refusals)[f"{call.name}_any_cuda"]
+                )

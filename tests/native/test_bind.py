@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib
 import re
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from grouped_core.formats import PLAIN, WIDE
 from grouped_core.recipes import BF16
 from grouped_core.schema import schema
 from tests import asserts, cases
+from tests.native import compiler
 from tests.native.every_call import every_call
 from tests.native.runner import PRODUCTS, Native, on_cpu, product
 
@@ -30,6 +33,24 @@ COUNT = len(SLOTS["grouped_matmul"])
 def forward(p: cases.Problem, **options) -> calls.Call:
     specs = spec_of(p.x), spec_of(p.w), (1, 1), spec_of(p.group_sizes)
     return calls.grouped_matmul(*specs, p.x.dtype.name, recipe=BF16, **options)
+
+
+class Elsewhere:
+    """An array in the memory of the host that calls itself one of a GPU."""
+
+    def __init__(self, array: np.ndarray, device: int) -> None:
+        self.array, self.device = array, device
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule = self.array.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        address = pointer(capsule, b"dltensor")  # {void* data; int32_t device_type, device_id; ...}
+        (ctypes.c_int32 * 2).from_address(address + ctypes.sizeof(ctypes.c_void_p))[:] = 2, self.device
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device
 
 
 def no_workspace(count: int) -> None:
@@ -144,7 +165,6 @@ class TestVersions:
         assert _native.ffi_api_version[1] <= int(minor[1])
 
     def test_the_stub_is_up_to_date(self, tmp_path):
-        import subprocess
         import sys
 
         made = tmp_path / "_native.pyi"
@@ -334,6 +354,35 @@ class TestRefusals:
         with asserts.refused(ValueError, ["the workspace has 0 bytes", f"expected {needed}"]):
             addresses = [0 if each is None else each[0].ctypes.data for each in inputs]
             plans.plan(call, "cpu").launch([*addresses, out.ctypes.data, *[0] * len(RESULTS[call.name])], 0)
+
+    @pytest.mark.skipif(not _native.cuda_compiled, reason="this build has no CUDA kernels")
+    def test_workspaces_of_another_device(self):
+        p = self.P
+        call = fused(p)
+        arrays = {"lhs": (p.x, "float32"), "rhs": (p.w, "float32"), "group_sizes": (p.group_sizes, "int32")}
+        inputs = [(Elsewhere(each[0], 1), each[1]) if (each := arrays.get(slot)) else None for slot in SLOTS[call.name]]
+        out = Elsewhere(np.empty((p.case.rows, p.case.n), np.float32), 1)
+        outputs = [(out, "float32"), *[None] * (len(RESULTS[call.name]) - 1)]
+        with asserts.refused(
+            ValueError, [call.name, "the workspace is on device 0", "expected 1", "allocate it there"]
+        ):
+            _native.call(
+                *(call.name, "sm_90a", "", inputs, outputs, dict(call.params)),
+                lambda count: Elsewhere(np.empty(count, np.uint8), 0),
+                0,
+            )
+
+    def test_parts_at_addresses_that_no_kernel_takes(self, tmp_path):
+        """Of a part of a call, whose only kernel wants alignment; no kernel for the CPU does."""
+        sources = ("tests/native/dispatch_check.cc", "cc/api/schema.cc", "cc/api/archs.cc", "cc/api/words.cc")
+        program = compiler.build(tmp_path / "check", sources, ("-Wno-unused-function",))
+        ran = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=60)
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.splitlines() == [
+            "1 launch",
+            "only_aligned needs addresses that are multiples of 16 bytes, which that of `rhs` is not; align it, for no "
+            "other kernel of grouped_matmul takes this part of the call",
+        ]
 
     @pytest.mark.rule("ERR-3")
     def test_a_call_that_no_kernel_takes(self):

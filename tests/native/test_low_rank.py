@@ -394,16 +394,18 @@ def test_all_other_kernels_refuse(call, arch):
 
 
 @pytest.mark.rule("ERR-1", "LOR-1")
-def test_halves_and_contractions_over_rows_are_refused():
+def test_halves_accumulation_and_contractions_over_rows_are_refused():
     low = LowRank(ArraySpec((8, 8), "bfloat16"), ArraySpec((2, 8, 32), "bfloat16"), 1)
     x, w, sizes = ArraySpec((8, 16), "bfloat16"), ArraySpec((2, 16, 32), "bfloat16"), ArraySpec((2,), "int32")
     wide, dy, options = ArraySpec((8, 32), "bfloat16"), ArraySpec((8, 32), "bfloat16"), {"recipe": BF16, "low": low}
     deep = ArraySpec((2, 32, 16), "bfloat16")
     act: dict[str, Any] = {**options, "activation": Activation("swiglu")}
+    added: dict[str, Any] = {**options, "into": dy, "accumulate": True}
     for call, words in (
         (calls.grouped_matmul(x, dy, (0, 0), sizes, "bfloat16", **options), ["`low_lhs`"]),
         (calls.grouped_matmul(wide, deep, (1, 1), sizes, "bfloat16", **options), ["low_rhs"]),
         (calls.grouped_matmul(x, w, (1, 1), sizes, "bfloat16", result_half=1, **options), ["low_lhs", "one array"]),
+        (calls.grouped_matmul(x, w, (1, 1), sizes, "bfloat16", **added), ["accumulate: expected 0", "`low_lhs`"]),
         (calls.grouped_matmul_act(x, w, 1, sizes, "bfloat16", rhs_up=w, **act), ["low_lhs", "one array"]),
     ):
         with asserts.refused(ValueError, words):

@@ -1,4 +1,6 @@
-"""How many threads CPU kernels use: affinity, quotas of cgroups v1 and v2, and the number that PyTorch is set to."""
+"""How many threads CPU kernels use: affinity, quotas of cgroups v1 and v2, the number that PyTorch is set to, and what
+the system gives.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +57,22 @@ def test_quotas(program, tmp_path, groups, files, expected):
     assert quota == expected
     allowed = len(os.sched_getaffinity(0))
     assert usable == (min(allowed, max(1, -int(-expected // 1))) if expected else allowed)
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory):
+    """A program whose threads are refused; six processors are usable."""
+    flags = (*compiler.CHECKS, "-pthread", "-ldl")
+    sources = ("tests/native/parallel_check.cc", "cc/cpu/parallel.cc")
+    return compiler.build(tmp_path_factory.mktemp("parallel") / "check", sources, flags)
+
+
+@pytest.mark.parametrize(("given", "threads"), [(0, 1), (1, 2), (3, 4), (9, 6)])
+def test_threads_and_helpers_that_are_refused(refusing, given, threads):
+    """Those that there are do all tasks, and nobody is told; in the pool that throws they may still run then."""
+    ran = subprocess.run([str(refusing), str(given)], capture_output=True, text=True, check=False, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [str(threads), "1000", "1000"]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from grouped_core import calls, plans
+from grouped_core import _native, calls, plans
 from grouped_core.calls import QUANTIZED, RESULTS, ArraySpec, spec_of
 from grouped_core.formats import FORMATS, Format
 from tests import asserts, cases
@@ -101,6 +101,23 @@ def dequantize(
     prefix = "cross_" if axis == like.ndim - 2 else ""
     named = {name: quantized.get(prefix + name) for name in ("values", "scales", "group_scales")}
     return run(call, call.arrange(group_sizes=group_sizes, **named))[0]
+
+
+@pytest.mark.skipif(not _native.cuda_compiled, reason="this build has no CUDA kernels")
+@pytest.mark.rule("ERR-3")
+@pytest.mark.parametrize("forms", [(True, False), (False, True)])
+@pytest.mark.parametrize("name", ["fp8_tensor", "mxfp8", "nvfp4"])
+def test_rows_of_more_columns_than_32_bits_count_have_the_plain_kernel(name, forms):
+    for width, fits in ((2**31 - 4096, True), (2**31 - 2048, False), (2**31, False), (2**32 + 128, False)):
+        call = calls.quantize(ArraySpec((1, width), "bfloat16"), FORMATS[name], forms, ArraySpec((1,), "int32"))
+        plan = plans.attempt(call, "sm_90a")
+        said = [kernel for kernel, reason in plan.refusals if "up to 2^31 - 4096 columns" in reason]
+        if fits:
+            assert plan.kernel != "quantize_any_cuda", plan.refusals
+            assert not said
+        else:
+            assert plan.kernel == "quantize_any_cuda"
+            assert said == ["quantize_fp8_rows_cuda", "quantize_fp8_cuda", "quantize_fp4_cuda"]
 
 
 @pytest.mark.rule("maxtext #4971")

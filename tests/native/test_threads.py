@@ -112,6 +112,16 @@ def in_a_new_thread(launch: Launch, stream: int) -> tuple[int | None, int | None
     return found[0]
 
 
+def test_a_question_that_failed_fails_no_launch():
+    """The runtime keeps its last error, which the next launch would take for its own."""
+    call = next(call for call in CALLS if call.name == "scale_rows")
+    launch = Launch(call, plans.attempt(call, _native.device_arch(0)))
+    with pytest.raises(RuntimeError, match="asking for the device's arch: "):
+        _native.device_arch(4096)
+    launch.run(0)
+    launch.take()
+
+
 @pytest.mark.rule("ERR-7")
 @pytest.mark.parametrize(("name", "kernel"), KERNELS, ids=[kernel or f"{name}-dispatch" for name, kernel in KERNELS])
 def test_the_first_gpu_work_of_a_thread(name, kernel):

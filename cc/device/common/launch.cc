@@ -6,6 +6,7 @@
 namespace grouped {
 
 void fail_cuda(const char* file, int line, const char* call, int status) {
+  static_cast<void>(cudaGetLastError());  // else the next launch, which asks for it, would fail as well
   fail(file, line, std::string(call) + ": " + cudaGetErrorString(cudaError_t(status)));
 }
 

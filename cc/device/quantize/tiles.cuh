@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "cc/device/common/copy_async.cuh"
+#include "cc/device/common/most_columns.h"
 #include "cc/device/quantize/group_scales.cuh"
 
 namespace grouped {
@@ -383,6 +384,7 @@ inline std::string refuses_tiles(const Quantize& call, const Target& target) {
   if (!call.group_sizes.present() && call.source.elements() == 0) return "takes weights that have elements";
   const int64_t width = call.source.dims[call.source.rank - 1];
   if (width == 0 || width % 8 != 0) return "takes widths that are multiples of 8";
+  if (width > kMostColumns) return refuses_many_columns(call.source);
   if (call.rows().elements() / std::max<int64_t>(width, 1) + kMostGroups * kStoreRows >= kMostRows) {
     return "takes fewer than 2^31 rows in all";
   }
