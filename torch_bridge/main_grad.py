@@ -56,17 +56,14 @@ class Part(NamedTuple):
         return len(numbers) == 1
 
 
-class _Running(threading.local):
-    part: Part | None = None
-
-
-_running = _Running()
+# NOTE: without a default in a class, which Dynamo of torch 2.11 reads instead of what a thread has set.
+_running = threading.local()
 
 
 @contextmanager
 def running(part: Part | None) -> Iterator[None]:
     """Makes the operations that are called inside belong to a part."""
-    before, _running.part = _running.part, part
+    before, _running.part = running_part(), part
     try:
         yield
     finally:
@@ -75,7 +72,7 @@ def running(part: Part | None) -> Iterator[None]:
 
 def running_part() -> Part | None:
     """Returns the part to which an operation that is called now belongs."""
-    return _running.part
+    return getattr(_running, "part", None)
 
 
 Destinations = tuple[Sequence[str], Sequence[int], Sequence[Tensor], Places | None]
