@@ -21,6 +21,7 @@ Function driver_entry(const char* name, unsigned version) {
   static_cast<void>(version);
   const cudaError_t status = cudaGetDriverEntryPoint(name, &entry, cudaEnableDefault, &found);
 #endif
+  if (status != cudaSuccess) static_cast<void>(cudaGetLastError());  // else the next launch would fail as well
   GROUPED_CHECK(status == cudaSuccess,
                 std::string("asking the driver for ") + name + ": " + cudaGetErrorString(status));
   GROUPED_CHECK(found == cudaDriverEntryPointSuccess && entry != nullptr,
