@@ -114,7 +114,7 @@ def prepare(
 def run(static: Adapted, primals: Primals) -> jax.Array:
     """y of checked operands, differentiable in all but the weights."""
     o = on_device(primals.base)
-    if not any(each is not None and not accumulate.is_sink(each) for each in primals.accums):
+    if not accumulate.all_refs("lora_wgrad_accum", primals.accums):
         return differentiable(_adapted, static, *primals._replace(base=o))
     wi, wo = (
         frozen(name, lora.LORA, each) if has_gradient(each) else each

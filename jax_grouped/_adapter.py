@@ -60,7 +60,7 @@ class Operands(NamedTuple):
 
 def run(static: Adapted, o: Operands) -> jax.Array:
     """y [M, N] of checked operands, differentiable in all but the weight."""
-    if not any(each is not None and not accumulate.is_sink(each) for each in o.accums):
+    if not accumulate.all_refs(f"{static.adapter.name}_wgrad_accum", o.accums):
         return differentiable(_adapted, static, *o)
     w = frozen(static.op.names.w, static.adapter.name, o.w) if has_gradient(o.w) else o.w
     return differentiable(_into_refs, static, *o._replace(w=w))

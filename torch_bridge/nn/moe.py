@@ -111,6 +111,16 @@ class RoutedMLP(GroupedMLP):
         return self.run(*operands, routed=True, max_rows=max_rows)
 
 
+_ALONE: dict[str, Any] = {
+    "transport": "all_to_all",
+    "budget_factor": None,
+    "once_per_rank": False,
+    "send": None,
+    "chunks": 1,
+}
+"""The defaults of the options of a process group, which a layer without one has."""
+
+
 class MoE(Module):
     """y = sum over the k experts of a token of its weight times the expert's MLP, plus the shared expert's.
 
@@ -212,7 +222,7 @@ class MoE(Module):
             found = self._transport(process_group, held.recipe, adapted=options.get("lora_rank") is not None, **how)
             self.process_group, self.transport, self.chunks = process_group, found, chunks
             own = own_experts("MoE", num_experts, process_group.size())
-        elif list(how.values()) != ["all_to_all", None, False, None, 1]:
+        elif how != _ALONE:
             raise ValueError(
                 f"`transport`, `budget_factor`, `once_per_rank`, `send`, `chunks` of MoE: {transport!r}, "
                 f"{budget_factor}, {once_per_rank}, {send!r} and {chunks} without `process_group`, expected "
@@ -247,28 +257,19 @@ class MoE(Module):
         Raises:
             ValueError: the layer is spread already, or an option is invalid.
         """
-        how = (transport, budget_factor, once_per_rank, send, chunks)
-        self.transport = self.transport_over(process_group, *how)
+        how: dict[str, Any] = {"transport": transport, "budget_factor": budget_factor, "once_per_rank": once_per_rank}
+        self.transport = self.transport_over(process_group, **how, send=send, chunks=chunks)
         self.process_group, self.chunks = process_group, chunks
 
-    def transport_over(
-        self,
-        process_group: Any,
-        transport: str | Transport = "all_to_all",
-        budget_factor: float | None = None,
-        once_per_rank: bool = False,
-        send: str | None = None,
-        chunks: int = 1,
-    ) -> Transport:
-        """The transport that `spread_experts` would use; raises what it raises, and changes nothing."""
+    def transport_over(self, process_group: Any, **how: Any) -> Transport:
+        """The transport that `spread_experts` would use with these options; raises what it raises, changes nothing."""
         if self.process_group is not None:
             raise ValueError(
                 "`process_group` of MoE: the layer is spread already, expected one with all experts; build it without "
                 "`process_group`."
             )
         adapted, recipe = bool(self.experts.linear_fc1.lora.rank), self.experts.linear_fc1.recipe
-        how = (transport, budget_factor, once_per_rank, send, chunks)
-        return self._transport(process_group, recipe, *how, adapted=adapted)
+        return self._transport(process_group, recipe, adapted=adapted, **{**_ALONE, **how})
 
     def _transport(
         self,
