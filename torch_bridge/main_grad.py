@@ -56,14 +56,21 @@ class Part(NamedTuple):
         return len(numbers) == 1
 
 
-# NOTE: without a default in a class, which Dynamo of torch 2.11 reads instead of what a thread has set.
-_running = threading.local()
+class _Running(threading.local):
+    part: Part | None
+
+    def __init__(self) -> None:
+        """Runs in each thread. NOTE: Dynamo of torch 2.11 would read a default of the class instead of the part."""
+        self.part = None
+
+
+_running = _Running()
 
 
 @contextmanager
 def running(part: Part | None) -> Iterator[None]:
     """Makes the operations that are called inside belong to a part."""
-    before, _running.part = running_part(), part
+    before, _running.part = _running.part, part
     try:
         yield
     finally:
@@ -72,7 +79,7 @@ def running(part: Part | None) -> Iterator[None]:
 
 def running_part() -> Part | None:
     """Returns the part to which an operation that is called now belongs."""
-    return getattr(_running, "part", None)
+    return _running.part
 
 
 Destinations = tuple[Sequence[str], Sequence[int], Sequence[Tensor], Places | None]
