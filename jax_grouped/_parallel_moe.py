@@ -24,6 +24,7 @@ from jax_grouped._arguments import to_int32
 from jax_grouped._exchange import back, in_a_ring, rounded_once, there
 from jax_grouped._mesh import MeshAxes, members, sum_over
 from jax_grouped._nodes import value_of
+from jax_grouped._rounded import copies, rounded_sum
 from jax_grouped._router_product import router_logits
 from jax_grouped.moe import SharedExpert, key_of_shared, of_shared
 from jax_grouped.quantize import StraightThrough
@@ -75,7 +76,8 @@ def local_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
     check_own(plan, wo)
     names = axes.tokens or None
     routing: dict[str, Any] = {**dict(plan.routing), **given, "axis_name": names}
-    weights, experts, aux = route.topk_router(router_logits(x, router), plan.k, **routing)
+    of_router, of_routed, *of_rest = copies(x, 2 if shared is None else 3)
+    weights, experts, aux = route.topk_router(router_logits(of_router, router), plan.k, **routing)
     options: dict[str, Any] = {
         "rhs_transposed": plan.rhs_transposed,
         "activation": plan.activation,
@@ -87,12 +89,12 @@ def local_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
     of_lora = {"lora_scaling": plan.lora_scaling, "lora_dropout": plan.lora_dropout, "lora_key": own}
     if lora is not None:
         of_experts |= {"lora": lora, **of_lora}
-    y, dropped = _experts(plan, x, experts, weights, wi, wo, {**options, **of_experts})
+    y, dropped = _experts(plan, of_routed, experts, weights, wi, wo, {**options, **of_experts})
     if shared is not None:
         if shared.lora is not None:
             options |= {**of_lora, "lora": shared.lora, "lora_key": None if own is None else key_of_shared(own)}
         shared = shared._replace(recipe=_own_key(shared.recipe, axes))
-        y = y + of_shared(x, shared, **options).astype(y.dtype)
+        y = rounded_sum(y, of_shared(of_rest[0], shared, **options).astype(y.dtype))
     if axes.tensor is not None:
         y = sum_over(y, axes.tensor)
     lost = sum_over(aux.dropped + dropped, axes.tokens)

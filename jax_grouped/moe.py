@@ -24,6 +24,7 @@ from jax_grouped import route
 from jax_grouped._arguments import as_array, one_group
 from jax_grouped._mlp_gradients import Accumulators
 from jax_grouped._nodes import value_of
+from jax_grouped._rounded import copies, rounded_sum
 from jax_grouped._router_product import router_logits
 from jax_grouped.mlp import grouped_mlp
 from jax_grouped.route import MoEAux
@@ -102,11 +103,12 @@ def moe(
         held = tuple(getattr(value_of(one), "shape", ()))
         if len(held) == 3:  # what is no weight of several experts is refused with the other weights
             routing_spec.check_experts_held("moe", name, router.shape[1], held[0])
-    weights, experts, aux = route.topk_router(router_logits(x, router), k, **routing)
+    of_router, of_experts, *of_rest = copies(x, 2 if shared is None else 3)
+    weights, experts, aux = route.topk_router(router_logits(of_router, router), k, **routing)
     of_lora: dict[str, Any] = {} if lora is None else {"lora": lora, "lora_wgrad_accum": lora_wgrad_accum}
     options = {"lora_scaling": lora_scaling, "lora_dropout": lora_dropout, "lora_key": lora_key}
     y = mlp(
-        x,
+        of_experts,
         experts,
         weights,
         wi,
@@ -126,15 +128,16 @@ def moe(
         return y, aux
     if lora_key is not None:
         options["lora_key"] = key_of_shared(lora_key)
-    return y + of_shared(
-        x,
+    of_all = of_shared(
+        of_rest[0],
         shared,
         rhs_transposed=rhs_transposed,
         activation=activation,
         residuals=residuals,
         implementation=implementation,
         **({} if shared.lora is None else {"lora": shared.lora} | options),
-    ), aux
+    )
+    return rounded_sum(y, of_all), aux
 
 
 def key_of_shared(key: Array) -> Array:
@@ -159,6 +162,7 @@ def of_shared(x: Float[Array, "T H"], shared: SharedExpert, **options: Any) -> F
     if shared.gate is not None:  # a router with one expert, whose score is the sigmoid
         gate = as_array("shared.gate", shared.gate, "[H, 1]")
         routing_spec.check_gate(spec_of(gate), x.shape[1], transposed=False)
-        gate = route.topk_router(router_logits(x, gate), 1, score="sigmoid")[0][:, 0]
+        of_gate, x = copies(x, 2)
+        gate = route.topk_router(router_logits(of_gate, gate), 1, score="sigmoid")[0][:, 0]
     sizes, recipe = one_group(x.shape[0]), shared.recipe
     return grouped_mlp(x, shared.wi, shared.wo, sizes, probs=gate, recipe=recipe, **options)

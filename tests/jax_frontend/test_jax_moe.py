@@ -77,6 +77,29 @@ def test_bits_do_not_depend_on_how_xla_optimises(name: str, recipe: Any) -> None
     jax.tree.map(asserts.bitwise, found(3), found(0 if "level=0" in quick else 1))
 
 
+@pytest.mark.rule("ALL-1", "ALL-3", "LYR-9")
+def test_sums_of_bfloat16_are_rounded_inside_of_jit_too() -> None:
+    """XLA drops the rounding of a sum that is widened afterwards: of the shared expert, and of the gradients of x."""
+    p = parameters()
+    x, dy, wi, wo, of_wi, of_wo, gate = (
+        jnp.asarray(each, jnp.bfloat16)
+        for each in (
+            *(draw(T, H, seed=name) for name in ("x", "dy")),
+            *(p[name] for name in ("wi", "wo", "shared_wi", "shared_wo", "gate")),
+        )
+    )
+    shared = SharedExpert(of_wi, of_wo, gate)
+
+    def layer(x: Any) -> Any:
+        return jax_grouped.moe(x, p["router"], wi, wo, K, shared=shared)[0]
+
+    def widened(x: Any) -> Any:
+        y, back = jax.vjp(layer, x)
+        return y.astype("float32"), back(dy)[0].astype("float32")
+
+    jax.tree.map(asserts.bitwise, jax.jit(widened)(x), widened(x))
+
+
 def scores(z: Any, kind: str) -> Any:
     if kind == "softmax":
         e = jnp.exp(z - z.max(axis=1, keepdims=True))
