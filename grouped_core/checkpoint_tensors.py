@@ -76,10 +76,14 @@ def converted(
     interleave: Any,
     facts_of: Callable[[Any], Facts],
     arrays: Arrays,
+    own: Mapping[str, int | None],
 ) -> Flat:
     """A flat tree in another layout; what no layer of experts owns stays as it is.
 
     FP8 weights with scales of their blocks become bfloat16, as they do when they are loaded (`checkpoint_fp8`).
+
+    Args:
+        own: for the path of each MLP of a module, the block in which its columns alternate; it replaces `interleave`.
 
     Raises:
         ValueError: a tensor is ambiguous, incomplete or does not fit, or the experts have another layout than `source`.
@@ -99,7 +103,7 @@ def converted(
                 "convert the layers that a scan stacked one by one, e.g. with jax.tree.map(lambda a: a[layer], tree)."
             )
     entries = widened_entries(facts, coded)
-    made = plan(entries, here, there, lambda _: pair)
+    made = plan(entries, here, there, lambda place: (own.get(place, pair[0]), pair[1]))
     if not made.units.units and not scanned:
         others = [each.name for each in LAYOUTS.values() if units_of(entries, each, strip=False).units]
         if others:

@@ -155,7 +155,7 @@ def convert(tree: Any, source: str, target: str, *, interleave: Interleave = Non
         source, target: names of `grouped_core.layouts.LAYOUTS`. Experts are found by their names, in the states of
             optimisers too; all other entries stay as they are.
         interleave: the block in which gate and linear columns alternate, of each side whose layout leaves it open; None
-            for halves; or a pair, of the source and of the target.
+            for halves; or a pair, of the source and of the target. The MLPs of a module have that of their activation.
 
     Returns:
         Nested dicts, or one with paths as keys if `tree` is one. NumPy arrays stay NumPy arrays. MXFP4 blocks and
@@ -166,7 +166,8 @@ def convert(tree: Any, source: str, target: str, *, interleave: Interleave = Non
         TypeError: an argument has another type.
     """
     whole: Tree = checked(tree)
-    made = checkpoint_tensors.converted(whole.flat, source, target, interleave, facts_of, JAX)
+    own = {place: activation.interleave for place, activation in whole.activations.items()}
+    made = checkpoint_tensors.converted(whole.flat, source, target, interleave, facts_of, JAX, own)
     return made if is_flat(tree) else nested(made)
 
 

@@ -177,7 +177,7 @@ def convert(
         source, target: names of `grouped_core.layouts.LAYOUTS`. Experts are found by their names; all other entries
             stay as they are.
         interleave: the block in which gate and linear columns alternate, of each side whose layout leaves it open; None
-            for halves; or a pair, of the source and of the target.
+            for halves; or a pair, of the source and of the target. The MLPs of a module have that of their activation.
 
     Returns:
         A flat dict; tensors may be views. MXFP4 blocks and scales of gpt-oss become a `QTensor` with the same bits.
@@ -186,9 +186,10 @@ def convert(
         ValueError: a tensor is ambiguous, incomplete or does not fit, or the experts have another layout than `source`.
         TypeError: an argument has another type.
     """
-    flat, _ = _flattened(tree)
+    flat, modules = _flattened(tree)
     _check_kinds(flat)
-    return checkpoint_tensors.converted(flat, source, target, interleave, _facts, TORCH)
+    own = {place: mlp.activation.interleave for place, mlp in _mlps(modules).items()}
+    return checkpoint_tensors.converted(flat, source, target, interleave, _facts, TORCH, own)
 
 
 def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., None]:

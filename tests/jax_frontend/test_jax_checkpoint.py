@@ -305,7 +305,7 @@ def test_another_order_of_columns_is_refused_and_converted(tmp_path: Path) -> No
     same(params(model), before)
     checkpoint.load(path, model, convert=True)
     bitwise(model(rows())[0], given(rows())[0], "y")
-    same(checkpoint.convert(given, "jax_grouped", "jax_grouped", interleave=(8, None)), params(model))
+    same(checkpoint.convert(given, "jax_grouped", "jax_grouped", interleave=(None, None)), params(model))
     tree = params(given)
     same(checkpoint.load(path, tree), tree)  # a tree does not know its activation
     with refused(ValueError, ["interleave 8", "expected 4"]):

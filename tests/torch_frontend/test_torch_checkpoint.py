@@ -129,7 +129,8 @@ def test_a_layer_may_be_in_a_model_twice(tmp_path: Path) -> None:
     checkpoint.save(path, given)
     checkpoint.load(path, model)
     same(model, given)
-    foreign = checkpoint.convert(given, "torch_bridge", "hugging_face", interleave=(8, None))
+    foreign = checkpoint.convert(given, "torch_bridge", "hugging_face")  # a module says how its columns alternate
+    same(foreign, checkpoint.convert(given.state_dict(), "torch_bridge", "hugging_face", interleave=(8, None)))
     save_file({key: value.clone() for key, value in foreign.items()}, path)
     model = twice(1)
     checkpoint.load(path, model, layout="hugging_face")
