@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 from torch._guards import TracingContext
+from torch.autograd import forward_ad
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -22,6 +24,16 @@ is_compiling: Callable[[], bool] = (
 
 
 def allow_in_graph(function: _Function) -> _Function:
-    """Makes a function one node of a graph; PyTorch's decorator of this name has no annotations, and keeps no type."""
+    """Makes a function one node of a graph, except in forward mode, where it runs beside the graph, which refuses it.
+
+    A node is traced on tensors without tangents: in the graph the tangent of its result would be lost silently.
+    """
     allowed: Any = torch.compiler.allow_in_graph(function)
-    return allowed
+    beside: Any = torch.compiler.disable(function, reason="forward mode, which has no rule, is refused beside a graph")
+
+    @wraps(function)
+    def node(*arguments: Any) -> Any:
+        return (allowed if forward_ad._current_level < 0 else beside)(*arguments)
+
+    found: Any = node
+    return found

@@ -36,7 +36,6 @@ def scaled_activation_rows(
     """
     if is_compiling():
         return _node(*[_codec.to_tuples(each) for each in (h, probs, activation, group_sizes)])
-    refuse_transforms("scaled_activation", h, probs)
     return _rows(h, probs, activation, group_sizes)
 
 
@@ -48,6 +47,7 @@ def _node(*arguments: Any) -> Tensor:
 
 
 def _rows(h: Tensor, probs: Tensor | None, activation: str | Activation, sizes: Tensor | None) -> Tensor:
+    refuse_transforms("scaled_activation", h, probs)
     check_operand("h", h, h)
     if probs is not None:
         check_operand("probs", probs, h)

@@ -17,6 +17,7 @@ from grouped_core.activations import Activation
 from grouped_core.formats import QTensor
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
+from torch_bridge import _codec
 from torch_bridge._args import Accumulators, Members, is_pair
 from torch_bridge._checks import check_operand
 from torch_bridge._router import router_logits
@@ -45,6 +46,7 @@ class SharedExpert(NamedTuple):
 
 
 name_in_files(SharedExpert)
+_codec.register(SharedExpert)  # an argument of `explain` and `why_unsupported`
 
 
 def moe(

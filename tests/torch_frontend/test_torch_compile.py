@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 import torch_bridge
 from tests import asserts, cases
 from tests.torch_frontend.torch_tools import counted_launches, leaf, leaves, small
-from torch_bridge import GroupSizes, grouped_linear
+from torch_bridge import GroupSizes, grouped_linear, nn, route
 
 # torch's own: Dynamo makes an instance of autograd.Function and looks at `.grad`, inductor imports torch.jit.
 pytestmark = [
@@ -206,6 +207,33 @@ def test_main_grad_without_flags_keeps_the_graph_whole(backend: str, listed: boo
 
 
 @pytest.mark.rule("GRD-12")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*torch.jit.script:FutureWarning"
+)  # torch's own
+@pytest.mark.parametrize("name", ["linear", "mlp", "router", "activation"])
+def test_forward_mode_is_refused_beside_a_graph(name: str) -> None:
+    """In the graph the tangent of the result would be lost, and that of the sum below be too small, silently."""
+    t = small()
+    sizes, wo, probs = t.sizes, torch.ones(t.w.shape[0], t.w.shape[1] // 2, t.w.shape[2]), torch.ones(t.x.shape[0])
+    operations: dict[str, Callable[[Tensor], Tensor]] = {
+        "linear": lambda x: grouped_linear(x, t.w, sizes),
+        "mlp": lambda x: torch_bridge.grouped_mlp(x, t.w, wo.transpose(1, 2).contiguous(), sizes),
+        "router": lambda x: route.topk_router(x, 2)[0],
+        "activation": lambda x: nn.ScaledActivation("swiglu")(x, probs),
+    }
+
+    def tangent(x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            return forward_ad.unpack_dual(dual.sum() + operations[name](dual).sum()).tangent
+
+    with pytest.raises(Unsupported, match="forward mode"):
+        torch.compile(tangent, backend="aot_eager", fullgraph=True)(t.x)
+    torch.compiler.reset()
+    with asserts.refused(NotImplementedError, ["forward mode", "a dual tensor"]):
+        torch.compile(tangent, backend="aot_eager")(t.x)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_accumulator_over_microbatches(backend: str) -> None:
     t = small("idle_ends")

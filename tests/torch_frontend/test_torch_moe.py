@@ -525,6 +525,7 @@ def test_reports_take_the_functions_and_the_layers() -> None:
     assert "bias_update" in explain(route.update_bias, torch.zeros(E), torch.zeros(E, dtype=torch.int32), 0.1)
     assert "quantile_bias" in explain(route.balance_quantile, torch.zeros(T, E), torch.zeros(E), K)
     assert why_unsupported(moe, p.x, p.router, p.wi, p.wo, K) is None
+    assert why_unsupported(moe, p.x, p.router, p.wi, p.wo, K, shared=SharedExpert(p.wi[:1], p.wo[:1])) is None
     assert "`k`" in str(why_unsupported(moe, p.x, p.router, p.wi, p.wo, E + 1))
 
 
