@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from grouped_core.formats import is_finite
 from grouped_core.hashing import hashed_once
 from grouped_core.literals import Literal, fields_of, literal
 
@@ -234,11 +235,12 @@ class Activation(Literal):
             return None
         if value is None and name == "limit":
             return None
-        low = 0.0 if name in _POSITIVE else -math.inf
-        if not isinstance(value, (int, float, np.integer, np.floating)) or not math.isfinite(value) or value <= low:
-            wanted = "a finite number above 0" if name in _POSITIVE else "a finite number"
+        positive, number = name in _POSITIVE, isinstance(value, (int, float, np.integer, np.floating))
+        if not number or not is_finite(value, above_zero=positive):
+            wanted = "a finite number above 0" if positive else "a finite number"
             raise ValueError(
-                f"`{name}` of Activation: {value!r}, expected {wanted} for {self.kind}; default: {defaults[name]}."
+                f"`{name}` of Activation: {value!r}, expected {wanted}, as float32 too, for {self.kind}; default: "
+                f"{defaults[name]}."
             )
         return float(value)
 
@@ -305,33 +307,34 @@ def interleave(weight: Any, block: int, *, axis: int = -1) -> Any:
 
 
 def deinterleave(weight: Any, block: int, *, axis: int = -1) -> Any:
-    """The inverse of `interleave`: gate half first, then the linear half."""
+    """The inverse of `interleave`: gate half first, then the linear half. It raises the same errors."""
     return _swap_blocks(weight, block, axis, blocked=True)
 
 
 def _swap_blocks(weight: Any, block: int, axis: int, *, blocked: bool) -> Any:
+    function = "deinterleave" if blocked else "interleave"
     if not hasattr(weight, "shape") or not hasattr(weight, "swapaxes"):
         raise TypeError(
-            f"`weight` of interleave: {type(weight).__name__}, expected an array of NumPy, CuPy, JAX or PyTorch; "
+            f"`weight` of {function}: {type(weight).__name__}, expected an array of NumPy, CuPy, JAX or PyTorch; "
             "convert it first."
         )
     for name, value in (("block", block), ("axis", axis)):
         if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"`{name}` of interleave: {value!r}, expected an integer; pass an int.")
+            raise TypeError(f"`{name}` of {function}: {value!r}, expected an integer; pass an int.")
     shape = tuple(weight.shape)
     if not shape:
         raise ValueError(
-            "`weight` of interleave: shape (), expected at least one axis of columns; pass a weight or a bias."
+            f"`weight` of {function}: shape (), expected at least one axis of columns; pass a weight or a bias."
         )
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
-            f"`axis` of interleave: {axis}, expected one of the axes of {shape}; the last one is that of columns."
+            f"`axis` of {function}: {axis}, expected one of the axes of {shape}; the last one is that of columns."
         )
     axis %= len(shape)
     width, odd = divmod(shape[axis], 2)
     if odd or block < 1 or width % block:
         raise ValueError(
-            f"`block` of interleave: {block} for axis {axis} of shape {shape}, expected a divisor of half that axis; "
+            f"`block` of {function}: {block} for axis {axis} of shape {shape}, expected a divisor of half that axis; "
             "choose one."
         )
     parts = (width // block, 2, block) if blocked else (2, width // block, block)

@@ -46,6 +46,7 @@ _MLP_NAMES = MlpNames(transposed="transposed")
 _CPU = 1  # kDLCPU
 _AnyNeeds = TypeVar("_AnyNeeds", Needs, MlpNeeds)
 _BITS = {1: "uint8", 2: "uint16"}
+_STATE = ("scale", "history", "top")
 
 
 class ArrayRunner:
@@ -191,6 +192,23 @@ def _checked(written: dict[str, Array | None], read: dict[str, Array | None]) ->
         seen.append((name, array))
 
 
+def _checked_bound(bound: BoundRecipe, groups: int, products: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the arrays of a bound recipe that an operation writes, those that it must not write), by name, for `_checked`.
+
+    Raises:
+        TypeError, ValueError: the state or the key does not fit the operation.
+    """
+    held = {}
+    if isinstance(bound.state, ScalingState):
+        held = {f"state.{name}": getattr(bound.state, name) for name in _STATE}
+        _specs(held)
+    scaling.check_bound(bound, groups, products)
+    key = {} if bound.key is None else {"key": bound.key}
+    _specs(key)
+    history = held.pop("state.history", None)
+    return {"state.history": history}, {**held, **key}
+
+
 def _linear(
     transposed: bool,
     recipe: BoundRecipe,
@@ -244,9 +262,9 @@ def grouped_linear(
     op = _linear(transposed, bound, scale_bias, result_dtype, None, hint, implementation)
     required = {"x": x, "w": w, "group_sizes": sizes}
     linear_spec.check_linear(op, *_specs(required, bias=bias, row_scale=row_scale, out=out))
-    _checked({"out": out}, {**required, "bias": bias, "row_scale": row_scale})
+    written, held = _checked_bound(bound, w.shape[0])
+    _checked({"out": out, **written}, {**required, "bias": bias, "row_scale": row_scale, **held})
     run = ArrayRunner(x)
-    scaling.check_bound(bound, w.shape[0])
     found = gradients.linear_forward(
         run, op, x, w, run.sizes(sizes), bias, row_scale, out, extras=scaling.extras(bound)
     )
@@ -300,8 +318,8 @@ def grouped_linear_grads(
     if input_spec is not None:
         linear_spec.check_buffer(_NAMES.grad_input, input_spec, ArraySpec(x_spec.shape, wide(x_spec.dtype)))
     dy = dy if isinstance(dy, QTensor) else _namespace(dy).ascontiguousarray(dy)
-    _checked(buffers, {**required, "bias": bias, "row_scale": row_scale, "dy": dy})
-    scaling.check_bound(bound, w.shape[0])
+    written, held = _checked_bound(bound, w.shape[0])
+    _checked({**buffers, **written}, {**required, "bias": bias, "row_scale": row_scale, "dy": dy, **held})
     run = ArrayRunner(x)
     found = gradients.linear_backward(
         run,
@@ -410,7 +428,7 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
 def update_scaling(state: ScalingState[Any]) -> ScalingState[Any]:
     """The state of the next step (numerics 2.5): scales from the amax history, and an empty slot for new amaxes."""
     scaling.check_state(state)
-    arrays = {f"state.{name}": getattr(state, name) for name in ("scale", "history", "top")}
+    arrays = {f"state.{name}": getattr(state, name) for name in _STATE}
     _specs(arrays)
     _checked({}, arrays)
     return scaling.update(ArrayRunner(state.scale), state)
@@ -509,9 +527,9 @@ def grouped_mlp(
     required = {"x": x, **members, "wo": wo, "group_sizes": sizes}
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
     check(op, *_mlp_specs(op, required, **optional, out=out))
-    _checked({"out": out}, {**required, **optional})
+    written, held = _checked_bound(bound, wo.shape[0], products=2)
+    _checked({"out": out, **written}, {**required, **optional, **held})
     run, first = ArrayRunner(x), in_form(op.fc1(), tuple(wi) if op.paired else wi)
-    scaling.check_bound(bound, wo.shape[0], products=2)
     extras = (scaling.extras(bound, 0), scaling.extras(bound, 1))
     found = mlp.mlp(run, op, x, first, wo, run.sizes(sizes), probs, wi_bias, wo_bias, out, extras=extras)
     for product, amax in enumerate(found.amax):
@@ -569,7 +587,7 @@ def grouped_mlp_grads(
     optional = {"probs": probs, "wi_bias": wi_bias, "wo_bias": wo_bias}
     into_wi = (None, None) if op.paired and wgrad_accum[0] is None else wgrad_accum[0]
     accums = {**_members("wgrad_accum[0]", into_wi), "wgrad_accum[1]": wgrad_accum[1]}
-    written = {**accums, "grad_input": grad_input}
+    written: dict[str, Any] = {**accums, "grad_input": grad_input}
     x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec = _mlp_specs(op, required, **optional)
     y = check(op, x_spec, wi_spec, wo_spec, sizes_spec, p_spec, bi_spec, bo_spec)
     _check_cotangent(dy, y)
@@ -583,9 +601,9 @@ def grouped_mlp_grads(
         (input_spec,) = _specs({"grad_input": grad_input})
         linear_spec.check_buffer("grad_input", input_spec, ArraySpec(x_spec.shape, wide(x_spec.dtype)))
     dy = dy if isinstance(dy, QTensor) else _namespace(dy).ascontiguousarray(dy)
-    _checked(written, {**required, **optional, "dy": dy})
+    state, held = _checked_bound(bound, wo.shape[0], products=2)
+    _checked({**written, **state}, {**required, **optional, "dy": dy, **held})
 
-    scaling.check_bound(bound, wo.shape[0], products=2)
     run, first = ArrayRunner(x), in_form(op.fc1(), tuple(wi) if op.paired else wi)
     native = run.sizes(sizes)
     specs = MlpSpecs(x_spec, wi_spec, wo_spec, p_spec, bi_spec, bo_spec)

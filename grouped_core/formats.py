@@ -9,10 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
 
 from grouped_core.hashing import hashed_once
 from grouped_core.literals import Literal, fields_of, literal
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def is_finite(number: Any, *, above_zero: bool = False) -> bool:
+    """Whether a number is finite as float32, in which kernels take every number, and if asked not 0 there either.
+
+    A larger one would be infinite in a kernel, and lead to NaN in results or silently switch an option off.
+    """
+    return abs(number) <= _LARGEST and (not above_zero or bool(np.float32(number) > 0))
 
 
 @hashed_once
@@ -43,7 +55,7 @@ class Format(Literal):
         full_range: with four_over_six: groups are scaled to 2688, as without it, instead of 1536.
 
     Raises:
-        ValueError: options that the format does not have.
+        TypeError: a field has another type. ValueError: a field has an invalid value, or fields contradict each other.
     """
 
     name: str
@@ -64,6 +76,8 @@ class Format(Literal):
     full_range: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
+        self._check_layout()
         allowed = {
             "delayed": self.rule == "fp32" and self.block == 0,
             "starts_at_one": self.delayed,
@@ -85,10 +99,50 @@ class Format(Literal):
                 f"`four_over_six` of format {self.name}: {self.four_over_six!r}, expected '', 'absolute' or 'square'; "
                 "choose one of them."
             )
-        if not 0 <= self.eps < float("inf"):
-            raise ValueError(f"`eps` of format {self.name}: {self.eps}, expected a finite number >= 0; pass one.")
+        if not (self.eps >= 0 and is_finite(self.eps)):
+            raise ValueError(
+                f"`eps` of format {self.name}: {self.eps}, expected a number >= 0 that is finite as float32; pass one."
+            )
         object.__setattr__(self, "eps", float(self.eps))
         object.__setattr__(self, "_text", literal("Format", [getattr(self, name) for name in _FIELDS]))
+
+    def _check_types(self) -> None:
+        """Refuses fields whose type is not that of the table: a flag that is text would count as True."""
+        for name, kind in _TYPE_OF:
+            value = getattr(self, name)
+            # A bool is an integer too, but no number of elements.
+            if not isinstance(value, kind.types) or (isinstance(value, bool) and bool not in kind.types):
+                raise TypeError(f"`{name}` of format {self.name}: {value!r}, expected {kind.words}; pass such a value.")
+
+    def _check_layout(self) -> None:
+        """Refuses element types and lengths that do not fit the rule, which kernels would refuse in every use."""
+        if self.rule not in _RULES:
+            raise self._wrong("rule", f"one of {', '.join(map(repr, _RULES))}", "choose one of them")
+        for name, lengths in (("block", _BLOCKS), ("segment", _SEGMENTS)):
+            if getattr(self, name) not in lengths:
+                raise self._wrong(name, f"one of {', '.join(map(str, lengths))}", "choose one of them")
+        has = _RULES[self.rule]
+        of_rule = f"rule {self.rule!r}" if self.rule else "values that are not quantised"
+        if self.values not in has.values:
+            raise self._wrong("values", f"one of {', '.join(has.values)} with {of_rule}", "change one of the two")
+        if self.block not in has.blocks:
+            lengths = ", ".join(map(str, has.blocks))
+            raise self._wrong("block", f"one of {lengths} with {of_rule}", "change one of the two")
+        scales = has.scales if self.block else ""
+        if self.scales != scales:
+            raise self._wrong("scales", f"{scales!r} with {of_rule} and block {self.block}", "pass that")
+        if self.square and not self.block:
+            raise self._wrong("square", "False without blocks", "pass a block, or leave it out")
+        if self.segment and self.plain:
+            raise self._wrong("segment", f"0 with {of_rule}", "leave it out")
+        if self.segment and self.block and self.segment % self.block:
+            raise self._wrong("segment", f"a multiple of its block {self.block}", "pass one")
+        if self.turned and (not self.segment or self.values == "uint8"):
+            words = "False without segments" if not self.segment else "False with codes of four bits"
+            raise self._wrong("turned", words, "leave it out")
+
+    def _wrong(self, field: str, expected: str, remedy: str) -> ValueError:
+        return ValueError(f"`{field}` of format {self.name}: {getattr(self, field)!r}, expected {expected}; {remedy}.")
 
     @property
     def plain(self) -> bool:
@@ -168,6 +222,43 @@ PARAMS = (
 """What a quantising kernel has to know of a format; a new option of formats is added here."""
 
 _E4M3, _E5M2, _E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
+
+WIDE = ("float32", "bfloat16", "float16")
+"""Element types of results, biases and accumulators."""
+
+
+class _Type(NamedTuple):
+    types: tuple[type, ...]
+    words: str
+
+
+_TYPES = {
+    "str": _Type((str,), "text"),
+    "int": _Type((int,), "an integer"),
+    "bool": _Type((bool,), "True or False"),
+    "float": _Type((int, float, np.integer, np.floating), "a number"),
+}
+"""What a field may hold, by its annotation."""
+_TYPE_OF = tuple([(field.name, _TYPES[str(field.type)]) for field in dataclasses.fields(Format)])
+
+
+class _Rule(NamedTuple):
+    """What goes with a rule: element types of values, lengths of blocks, element type of their scales."""
+
+    values: tuple[str, ...]
+    blocks: tuple[int, ...]
+    scales: str = ""
+
+
+_BLOCKS = (0, 16, 32, 64, 128)
+_SEGMENTS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+_RULES = {
+    "": _Rule((*WIDE, _E4M3, _E5M2), (0,)),
+    "fp32": _Rule((_E4M3, _E5M2), _BLOCKS, "float32"),
+    "e8m0": _Rule((_E4M3, _E5M2, "uint8"), _BLOCKS[1:], _E8M0),
+    "nvfp4": _Rule(("uint8",), (16,), _E4M3),
+}
+
 _TENSOR: dict[str, Any] = {"rule": "fp32", "segment": 128, "turned": True}
 _MX: dict[str, Any] = {"rule": "e8m0", "scales": _E8M0, "block": 32, "segment": 32}
 _NV: dict[str, Any] = {"rule": "nvfp4", "scales": _E4M3, "block": 16, "segment": 16}
@@ -198,9 +289,6 @@ FORMATS = {
 PLAIN = {row.values: row for row in FORMATS.values() if row.plain}
 """Plain formats by element type."""
 
-WIDE = ("float32", "bfloat16", "float16")
-"""Element types of results, biases and accumulators."""
-
 
 def wide(dtype: str) -> str:
     """Dtype of results and gradients of an operand of `dtype`: the same dtype, or bfloat16 for 8-bit values."""
@@ -223,7 +311,15 @@ def format_option(format: Any) -> Format:
 
 
 def padded_rows(rows: int, groups: int, segment: int) -> int:
-    """P: rows that hold `rows` rows of `groups` groups, each padded to a multiple of `segment` (numerics 2.4)."""
+    """P: rows that hold `rows` rows of `groups` groups, each padded to a multiple of `segment` (numerics 2.4).
+
+    Raises:
+        ValueError: the format has no segment.
+    """
+    if not segment:
+        raise ValueError(
+            "`segment` of the format: 0, expected the length that contracted rows are padded to; pass one."
+        )
     return (rows + groups * (segment - 1)) // segment * segment
 
 

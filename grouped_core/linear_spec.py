@@ -246,7 +246,7 @@ def check_linear(
     _check_recipe(op, x, w)
     for name, spec in ((n.x, x), (n.w, w)):
         if isinstance(spec, QuantizedSpec):
-            _check_quantized(name, spec, groups)
+            check_quantized(name, spec, groups)
     if op.scale_bias and (bias is None or row_scale is None):
         missing = n.bias if bias is None else n.row_scale
         raise ValueError(
@@ -276,9 +276,14 @@ def check_linear(
     return result
 
 
-def _check_quantized(name: str, spec: QuantizedSpec, groups: int) -> None:
-    """Refuses a quantised operand whose arrays do not fit its format, its shape and the number of groups."""
-    remedy = "quantise it with the sizes of this call" if len(spec.shape) == 2 else "quantise it again"
+def check_quantized(name: str, spec: QuantizedSpec, groups: int) -> None:
+    """Refuses a quantised operand whose arrays do not fit its format, its shape and the number of groups.
+
+    Raises:
+        ValueError: they do not.
+    """
+    again = "quantise it with the sizes of this call, or pass the sizes that it was quantised with"
+    remedy = again if len(spec.shape) == 2 else "quantise it again"
     for form in (spec, spec.other):
         if form is None:
             continue
@@ -331,7 +336,7 @@ def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
                 f"`{name}`: dtype {spec.dtype}, expected {fmt.values}, the dtype of the recipe {op.recipe.name}; "
                 "cast it, or pass recipe=None to use the operands as given."
             )
-        elif spec.dtype not in WIDE:
+        elif not fmt.plain and spec.dtype not in WIDE:
             raise TypeError(
                 f"`{name}`: dtype {spec.dtype}, expected one of {', '.join(WIDE)}, which the recipe {op.recipe.name} "
                 "quantises; pass the array before any rounding, or a QTensor."

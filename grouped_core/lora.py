@@ -8,7 +8,6 @@ Letters: G groups, M rows, K in, N out, r rank. The products and what they round
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import numpy as np
 
 from grouped_core import gradients, linear_spec
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
-from grouped_core.formats import WIDE, QTensor
+from grouped_core.formats import WIDE, QTensor, is_finite
 from grouped_core.gradients import Amaxes, LinearSpecs, Needs, Term
 from grouped_core.hashing import hashed_once
 from grouped_core.linear_spec import Linear
@@ -90,7 +89,7 @@ def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> 
             dropout, or the other way round.
     """
     if not _is_finite(scaling):
-        raise ValueError(f"`{name}_scaling`: {scaling!r}, expected a finite number; pass alpha / r as a float.")
+        raise ValueError(f"`{name}_scaling`: {scaling!r}, expected a finite number, as float32 too; pass alpha / r.")
     if not _is_finite(dropout) or not 0 <= dropout < 1:
         raise ValueError(f"`{name}_dropout`: {dropout!r}, expected 0 to 1, without 1; pass a rate such as 0.05.")
     if (key is None) == (dropout > 0):
@@ -102,7 +101,7 @@ def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> 
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, _NUMBERS) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, _NUMBERS) and not isinstance(value, bool) and is_finite(value)
 
 
 class LayerOptions(NamedTuple):
@@ -135,7 +134,9 @@ def layer_options(layer: str, rank: Any, alpha: Any, dropout: Any) -> LayerOptio
     if not 1 <= rank <= MAX_RANK:
         raise ValueError(f"`lora_rank` of {layer}: {rank}, expected 1 to {MAX_RANK}; choose one of these.")
     if alpha is not None and not _is_finite(alpha):
-        raise ValueError(f"`lora_alpha` of {layer}: {alpha!r}, expected a finite number or None; None is the rank.")
+        raise ValueError(
+            f"`lora_alpha` of {layer}: {alpha!r}, expected a finite number, as float32 too, or None; None is the rank."
+        )
     scaling = 1.0 if alpha is None else alpha / rank
     option(LORA, scaling, dropout, object() if dropout else None)
     return LayerOptions(int(rank), float(scaling), float(dropout))

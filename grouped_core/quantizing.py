@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from grouped_core import calls, routing
-from grouped_core.calls import ArraySpec
+from grouped_core.calls import ArraySpec, OperandSpec
 from grouped_core.formats import WIDE, Format, QTensor
-from grouped_core.linear_spec import Names, check_sizes
+from grouped_core.linear_spec import Names, check_quantized, check_sizes
 from grouped_core.products import Array, Cached, Gathered, Listed, Operand, Runner, arranged, operand_spec, rounded
 from grouped_core.ranks import check_either, check_rank
 
@@ -306,12 +306,12 @@ def _axes(
             f"`axis`: {given}, expected {rank - 1}, {rank - 2} or both, the axes that products contract; pass one of "
             "them, or a tuple of both."
         )
-    if weights and sizes is not None:
-        raise ValueError(f"`group_sizes`: {sizes} beside weights {source}, expected None; leave it out.")
+    check_sizes_absent(source.shape, sizes)
     if sizes is not None:
         check_sizes(Names("x", "w"), sizes)
         if not sizes.shape[0]:
             raise ValueError("`group_sizes`: shape (0,), expected at least one group; pass one size per group.")
+    _check_groups("x" if weights else "group_sizes", source if weights else sizes)
     if key is not None:
         check_rank("quantize", "key", "key", key.shape)
     if key is not None and (key.dtype, key.shape) != ("uint32", (2,)):
@@ -332,6 +332,24 @@ def _axes(
     return axes
 
 
+def check_sizes_absent(shape: tuple[int, ...], sizes: Any) -> None:
+    """Refuses group sizes beside weights, whose groups are their first axis.
+
+    Raises:
+        ValueError: they are given.
+    """
+    if len(shape) == 3 and sizes is not None:
+        raise ValueError(f"`group_sizes`: {tuple(sizes.shape)} beside weights {shape}, expected None; leave it out.")
+
+
+def _check_groups(name: str, array: OperandSpec | None) -> None:
+    if array is not None and array.shape[0] > calls.MAX_GROUPS:
+        raise ValueError(
+            f"`{name}`: shape {tuple(array.shape)}, expected at most {calls.MAX_GROUPS} groups; split the groups over "
+            "several calls."
+        )
+
+
 def unrotated(q: QTensor[Any]) -> QTensor[Any]:
     """Returns the form of `q` that is not rotated; `q` itself where its only form is rotated."""
     return q.other if q.format.rotate and q.other is not None and not q.other.format.rotate else q
@@ -343,16 +361,23 @@ def dequantize(run: Runner, q: QTensor[Any], group_sizes: Array | None, dtype: s
     Where `q` is rotated and has no other form, the values are rotated too.
 
     Raises:
-        ValueError: rows without group sizes.
+        ValueError: rows without group sizes, or arrays that do not fit the number of groups.
     """
     group_sizes = q.group_sizes if group_sizes is None else group_sizes
     q = unrotated(q)
     if len(q.shape) == 2 and group_sizes is None:
         raise ValueError("`group_sizes`: None, expected one size per group, which rows are quantised by; pass them.")
     sizes = None if group_sizes is None else run.spec(group_sizes)
+    check_sizes_absent(q.shape, sizes)
+    spec: Any = operand_spec(run, q)
     if sizes is not None:
         check_sizes(Names("q", "q"), sizes)
-    call = calls.dequantize(operand_spec(run, q), sizes, dtype)
+        _check_groups("group_sizes", sizes)
+        check_quantized("q", spec, sizes.shape[0])
+    else:
+        _check_groups("q", spec)
+        check_quantized("q", spec, q.shape[0])
+    call = calls.dequantize(spec, sizes, dtype)
     named = dict(zip(calls.QUANTIZED[:3], q.slots, strict=True)) | {"group_sizes": group_sizes}
     return run(call, call.arrange(**named))[0]
 

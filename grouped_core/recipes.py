@@ -59,8 +59,8 @@ class Recipe(Literal):
             that nothing of the size of the weights is kept.
 
     Raises:
-        TypeError: a value is not a pair of formats, or not an integer. ValueError: an option has an invalid value, or
-            formats do not fit together.
+        TypeError: a value is not a pair of formats, an integer, or a bool. ValueError: an option has an invalid value,
+            or formats do not fit together.
     """
 
     forward: tuple[Format, Format]
@@ -92,6 +92,10 @@ class Recipe(Literal):
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"`{name}` of Recipe: {value!r}, expected an integer; pass one.")
+        if not isinstance(self.batch_invariant, bool):
+            raise TypeError(
+                f"`batch_invariant` of Recipe: {self.batch_invariant!r}, expected True or False; pass one of them."
+            )
         options: tuple[tuple[str, tuple[Any, ...]], ...] = (
             ("fp32", FP32_MODES),
             ("accumulate", ACCUMULATE_MODES),
@@ -254,15 +258,22 @@ def plain(x: str, w: str | None = None) -> Recipe:
 
 
 def weight_only(format: str, dtype: str = "bfloat16") -> Recipe:
-    """The recipe of rows of `dtype` against weights in `format`, a name of `FORMATS`: for frozen weights.
+    """The recipe of rows of `dtype`, an element type, against weights in `format`, a name of `FORMATS`: for frozen
+    weights.
 
     Gradients of x read the weights that forward reads; gradients of the weights themselves read unquantised operands.
 
     Raises:
-        ValueError: there is no such format, or not beside such rows.
+        TypeError: an argument is not text. ValueError: there is no such format or element type, or they do not fit
+            together.
     """
-    if format not in FORMATS:
-        raise ValueError(f"`format` of weight_only: {format!r}, expected one of {', '.join(FORMATS)}; choose one.")
+    for name, value, known in (("format", format, FORMATS), ("dtype", dtype, PLAIN)):
+        if not isinstance(value, str):
+            raise TypeError(
+                f"`{name}` of weight_only: {value!r}, expected one of {', '.join(known)}, as text; choose one."
+            )
+        if value not in known:
+            raise ValueError(f"`{name}` of weight_only: {value!r}, expected one of {', '.join(known)}; choose one.")
     rows, weight = PLAIN[dtype], FORMATS[format]
     return Recipe((rows, weight), (rows, weight), (rows, rows), f"{format} weights")
 

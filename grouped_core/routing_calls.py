@@ -17,7 +17,9 @@ SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 MAX_EXPERTS = 1024
 """Experts of one router: a warp holds a token's scores in registers."""
 MAX_SLOTS = 32
-"""Experts per token."""
+"""Experts per token; `margin_histogram` takes fewer, because it ranks one score more than it has slots."""
+MAX_BINS = 65536
+"""Bins of a histogram of margins."""
 
 
 class Scores(NamedTuple):

@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 
 from grouped_core.calls import MAX_GROUPS, ArraySpec, OperandSpec, QuantizedSpec
-from grouped_core.formats import WIDE
+from grouped_core.formats import WIDE, is_finite
 from grouped_core.hashing import hashed_once
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
-from grouped_core.routing_calls import MAX_EXPERTS, MAX_SLOTS, SCORES, GroupLimit, Scores
+from grouped_core.routing_calls import MAX_BINS, MAX_EXPERTS, MAX_SLOTS, SCORES, GroupLimit, Scores
 from grouped_core.schema import schema
 
 DROPS = ("probs", "position")
 """Which slots an expert beyond its capacity drops: those with the smallest weights, or the last ones."""
 
 MAX_SINKHORN = 1024
-_LARGEST = float(np.finfo(np.float32).max)
 
 ROWS = schema("gather_rows").inputs["rows"].dtypes
 """Element types of rows that are copied and not computed with."""
@@ -180,19 +179,20 @@ def _integer(function: str, name: str, value: Any) -> int:
 
 
 def numbers(function: str, **values: Any) -> tuple[float, ...]:
-    """Factors and bounds as Python floats. A kernel takes them as float32, and an infinite one would silently lead to
-    NaN in results.
+    """Factors and bounds as Python floats.
 
     Raises:
-        TypeError: one is not a number. ValueError: one is not finite.
+        TypeError: one is not a number. ValueError: one is not finite as float32.
     """
     return tuple(_number(function, name, value) for name, value in values.items())
 
 
 def _number(function: str, name: str, value: Any) -> float:
     found = as_float(function, name, value)
-    if not abs(found) <= _LARGEST:
-        raise ValueError(f"`{name}` of {function}: {value!r}, expected a finite number; pass another one.")
+    if not is_finite(found):
+        raise ValueError(
+            f"`{name}` of {function}: {value!r}, expected a finite number, as float32 too; pass another one."
+        )
     return found
 
 
@@ -554,6 +554,9 @@ def check_balance_quantile(
 ) -> None:
     """Checks the arguments of `balance_quantile`.
 
+    k is one less than a router may have: a margin is measured from the (k + 1)-th largest score, and kernels rank at
+    most `MAX_SLOTS` of them.
+
     Raises:
         TypeError: dtypes. ValueError: shapes, or an option that is out of range.
     """
@@ -568,13 +571,22 @@ def check_balance_quantile(
     if score not in SCORES:
         raise ValueError(f"`score` of {name}: {score!r}, expected one of {', '.join(SCORES)}; choose one of them.")
     if not 2 <= experts <= MAX_EXPERTS:
-        raise ValueError(
-            f"`logits` of {name}: {experts} experts, expected 2 to {MAX_EXPERTS}; one alone has nothing to balance."
-        )
+        remedy = "route to fewer experts" if experts > MAX_EXPERTS else "one alone has nothing to balance"
+        raise ValueError(f"`logits` of {name}: {experts} experts, expected 2 to {MAX_EXPERTS}; {remedy}.")
     if not 1 <= k < min(experts, MAX_SLOTS):
-        raise ValueError(f"`k` of {name}: {k}, expected 1 to {min(experts, MAX_SLOTS) - 1}; choose a smaller k.")
-    if not 1 <= bins <= 65536 or not low < high:
-        raise ValueError(f"`bins`, `low`, `high` of {name}: {bins}, {low}, {high}, expected bins and low < high.")
+        raise ValueError(
+            f"`k` of {name}: {k}, expected 1 to {min(experts, MAX_SLOTS) - 1}: fewer than all experts, and than "
+            f"{MAX_SLOTS}, because the (k + 1)-th largest score is needed too; choose another k, or use `update_bias`."
+        )
+    if not 1 <= bins <= MAX_BINS:
+        raise ValueError(f"`bins` of {name}: {bins}, expected 1 to {MAX_BINS}; 1000 is the default.")
+    # Kernels compare and subtract the ends as float32.
+    ends = np.float32(low), np.float32(high)
+    if not ends[0] < ends[1] or not is_finite(float(ends[1]) - float(ends[0])):
+        raise ValueError(
+            f"`low`, `high` of {name}: {low}, {high}, expected low < high at a finite distance, as float32 too; "
+            "without a bias, margins of sigmoid and softmax scores are from -1 to 1."
+        )
 
 
 def alignment_for(recipe: Recipe | None) -> int:

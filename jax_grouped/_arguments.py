@@ -25,6 +25,7 @@ AnyArray = Array | np.ndarray
 jax.tree_util.register_dataclass(GroupSizes, data_fields=["value"], meta_fields=["representative"])
 _QTENSOR_ARRAYS = ("values", "scales", "group_scales", "other", "group_sizes")
 _QTENSOR_FACTS = ("format", "axis", "shape", "dtype")
+_BOUND_ARRAYS = ("state", "key")
 
 
 def _flatten(q: QTensor[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -47,7 +48,27 @@ def _unflatten(facts: tuple[Any, ...], arrays: Iterable[Any]) -> QTensor[Any]:
 
 
 jax.tree_util.register_pytree_with_keys(QTensor, _flatten_with_keys, _unflatten, _flatten)
-jax.tree_util.register_dataclass(BoundRecipe, data_fields=["state", "key"], meta_fields=["recipe"])
+
+
+def _unflatten_bound(recipe: Any, arrays: Iterable[Any]) -> BoundRecipe:
+    """The `BoundRecipe` of these parts, which may be any objects: so it is not checked, as `Recipe.bind` checks it."""
+    bound = object.__new__(BoundRecipe)
+    for name, value in zip(_BOUND_ARRAYS, arrays, strict=True):
+        object.__setattr__(bound, name, value)
+    object.__setattr__(bound, "recipe", recipe)
+    return bound
+
+
+def _flatten_bound(bound: BoundRecipe) -> tuple[tuple[Any, ...], Any]:
+    return tuple(getattr(bound, name) for name in _BOUND_ARRAYS), bound.recipe
+
+
+def _flatten_bound_with_keys(bound: BoundRecipe) -> tuple[tuple[Any, ...], Any]:
+    arrays, recipe = _flatten_bound(bound)
+    return tuple(zip(map(jax.tree_util.GetAttrKey, _BOUND_ARRAYS), arrays, strict=True)), recipe
+
+
+jax.tree_util.register_pytree_with_keys(BoundRecipe, _flatten_bound_with_keys, _unflatten_bound, _flatten_bound)
 jax.tree_util.register_dataclass(ScalingState, data_fields=["scale", "history", "top"], meta_fields=["algorithm"])
 
 _logger = logging.getLogger("grouped_core")

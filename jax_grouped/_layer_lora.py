@@ -68,6 +68,8 @@ def merged(
 ) -> Float[Array, "*G K N"]:
     """weight + scaling A B, rounded once to the dtype of weight, each shard of a mesh by itself.
 
+    A and B are not rounded, also if their dtype is wider than that of weight; the sums of A B are float32.
+
     Args:
         name: the weight's name in messages. axes: the mesh axes that its layer is spread over.
         weight, a, b: all have further axes where a scan stacked layers.
@@ -81,7 +83,9 @@ def merged(
 
 def _merged_here(scaling: float, weight: Array, a: Array, b: Array) -> Array:
     *groups, depth, columns = weight.shape
-    a, b = a.astype(weight.dtype), b.astype(weight.dtype)
+    # Adapters of another dtype than the weight's are read in float32: rounding A and B would be more than one rounding.
+    read = weight.dtype if a.dtype == b.dtype == weight.dtype else jnp.float32
+    a, b = a.astype(read), b.astype(read)
     sizes = jnp.full((math.prod(groups),), depth, jnp.int32)
     rows = (weight.reshape(-1, columns), a.reshape(-1, a.shape[-1]), b.reshape(-1, *b.shape[-2:]), sizes)
     return lora.merged(RUN, Adapter(scaling=scaling), *rows).reshape(weight.shape)

@@ -67,8 +67,7 @@ class RecipeLayer(nnx.Module):
         if recipe is not None and recipe.delayed:
             self.scaling = Scaling(scaling_state(recipe, num_groups, products=products))
         if recipe is not None and recipe.stochastic:
-            what = f"the recipe {recipe.name}, which rounds stochastically"
-            self.rounding = stream_of(rngs, "rounding", type(self).__name__, what)
+            self.rounding = stream_of(rngs, "rounding", type(self).__name__, _rounding_of(recipe)).fork()
 
     def _bound_recipe(self, rngs: Keys, index: int = 0) -> Recipe | BoundRecipe | None:
         """The recipe for one call; `rngs` replaces the layer's stream, `index` as in `key_words`."""
@@ -76,19 +75,26 @@ class RecipeLayer(nnx.Module):
         if recipe is None or not recipe.takes_arrays:
             return recipe
         state = None if self.scaling is None else self.scaling.get_value()
-        return recipe.bind(state, self._key(rngs, index) if recipe.stochastic else None)
+        return recipe.bind(state, self._key(recipe, rngs, index) if recipe.stochastic else None)
 
-    def _key(self, rngs: Keys, index: int) -> jax.Array:
-        return key_words(type(self).__name__, self.rounding, "rounding", rngs, index=index)
+    def _key(self, recipe: Recipe, rngs: Keys, index: int) -> jax.Array:
+        what = _rounding_of(recipe)
+        return key_words(type(self).__name__, self.rounding, "rounding", what, rngs, index=index)
 
 
-def key_words(layer: str, own: nnx.RngStream | None, name: str, rngs: Keys, *, index: int = 0) -> jax.Array:
+def _rounding_of(recipe: Recipe) -> str:
+    return f"the recipe {recipe.name}, which rounds stochastically"
+
+
+def key_words(layer: str, own: nnx.RngStream | None, name: str, what: str, rngs: Keys, *, index: int = 0) -> jax.Array:
     """Two words of a new key: of the layer's `own` stream, or of the stream `name` of `rngs`, which replaces it.
 
     Args:
-        index: the number of this use, where one key of jax.random serves several.
+        what: what needs it, for the message. index: the number of this use, where one key of jax.random serves several.
     """
-    source = own if rngs is None else getattr(rngs, name) if isinstance(rngs, nnx.Rngs) else rngs
+    source: Any = own if rngs is None else rngs
+    if isinstance(rngs, nnx.Rngs):
+        source = stream_of(rngs, name, layer, what)
     key = source() if isinstance(source, nnx.RngStream) else source
     if not isinstance(key, jax.Array):
         raise TypeError(
@@ -101,15 +107,29 @@ def key_words(layer: str, own: nnx.RngStream | None, name: str, rngs: Keys, *, i
 
 
 def stream_of(rngs: nnx.Rngs, name: str, layer: str, what: str) -> nnx.RngStream:
-    """The stream `name` of `rngs`, or its default stream, forked.
+    """The stream `name` of `rngs`, or its default stream.
 
     Args:
         what: what needs it, for the message.
     """
     try:
-        return getattr(rngs, name).fork()
+        return getattr(rngs, name)
     except AttributeError as error:
+        seeds = ", ".join(f"{each}=..." for each in dict.fromkeys(("params", name)))
         raise ValueError(
             f"`rngs` of {layer}: no stream `{name}` and no default, expected one for {what}; pass nnx.Rngs(seed), or "
-            f"nnx.Rngs(params=..., {name}=...)."
+            f"nnx.Rngs({seeds})."
         ) from error
+
+
+def check_rngs(layer: str, rngs: Any) -> None:
+    """Refuses what a layer cannot be made with.
+
+    Raises:
+        TypeError: `rngs` is no `nnx.Rngs`. ValueError: it has no stream for the parameters.
+    """
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(
+            f"`rngs` of {layer}: {type(rngs).__name__}, expected nnx.Rngs; pass nnx.Rngs(seed), or nnx.Rngs(key)."
+        )
+    stream_of(rngs, "params", layer, "its parameters")

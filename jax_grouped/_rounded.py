@@ -1,7 +1,9 @@
 """Sums of arrays with one rounding each, inside of jit as outside of it.
 
-XLA drops the rounding of a sum to bfloat16 if the caller widens the result afterwards (`xla_allow_excess_precision`), so
-that the caller would get other bits inside of jit. A value that is rounded already loses nothing that way.
+XLA drops the rounding of a sum to bfloat16 if the caller widens the result afterwards (`xla_allow_excess_precision`),
+so the caller would get other bits inside of jit. A value that is rounded already loses nothing that way.
+
+Letters: T tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 
-def rounded_sum(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
+def rounded_sum(a: Float[Array, "T H"], b: Float[Array, "T H"]) -> Float[Array, "T H"]:
     """Returns a + b in their common dtype, rounded once."""
     dtype = jnp.result_type(a, b)
     if dtype == jnp.bfloat16:
@@ -27,7 +29,7 @@ def rounded_sum(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def copies(x: Float[Array, "..."], count: int) -> tuple[Float[Array, "..."], ...]:
+def copies(x: Float[Array, "T H"], count: int) -> tuple[Float[Array, "T H"], ...]:
     """Returns x `count` times; the gradient of x is the sum of theirs, from the last to the first, each sum rounded."""
     return (x,) * count
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,10 @@ def _check_local(call: Call, arrays: Sequence[jax.Array | None]) -> None:
     split_over(call, [jax.typeof(array).sharding.spec for array in arrays if array is not None])
 
 
+noting: ContextVar[bool] = ContextVar("noting", default=False)
+"""Whether a program is traced only to see its calls, as `debug.explain` does: then no call is refused."""
+
+
 class JaxRunner:
     """Runs native calls on JAX arrays, traced or not (`grouped_core.products.Runner`)."""
 
@@ -254,7 +259,7 @@ class JaxRunner:
             ValueError: an operand is sharded over an Explicit mesh.
         """
         _check_local(call, arrays)
-        if not any(plans.attempt(call, arch).kernel for arch in ("cpu", cuda_arch())):
+        if not noting.get() and not any(plans.attempt(call, arch).kernel for arch in ("cpu", cuda_arch())):
             plans.plan(call, default_arch())
         results = iter(call_p.bind(*vary_alike([a for a in arrays if a is not None]), call=call))
         return tuple(None if spec is None else next(results) for spec in call.outputs)

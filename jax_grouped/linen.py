@@ -42,12 +42,11 @@ from jax_grouped._layer_options import (
     default_router_init,
 )
 from jax_grouped.mlp import grouped_mlp
-from jax_grouped.moe import SharedExpert
+from jax_grouped.moe import SharedExpert, moe
 from jax_grouped.ops import ragged_dot
 from jax_grouped.parallel import MeshAxes
 from jax_grouped.quantize import scaling_state
 from jax_grouped.route import MoEAux
-from jax_grouped.routed import routed_mlp
 
 _NO_METADATA: Metadata = FrozenDict()  # hashable, as the defaults of fields have to be
 SELECTION_BIAS = "selection_bias"
@@ -448,7 +447,7 @@ class MoE(nn.Module):
     wo_metadata: Metadata = _NO_METADATA
     bias_metadata: Metadata = _NO_METADATA
 
-    operation = staticmethod(routed_mlp)
+    operation = staticmethod(moe)
 
     @nn.compact
     def __call__(

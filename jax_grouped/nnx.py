@@ -33,15 +33,17 @@ from jax_grouped._layer_options import (
     default_kernel_init,
     default_router_init,
 )
-from jax_grouped._layer_recipes import Keys, RecipeLayer, key_words, stream_of
+from jax_grouped._layer_recipes import Keys, RecipeLayer, check_rngs, key_words, stream_of
 from jax_grouped._layer_recipes import Scaling as Scaling
 from jax_grouped._layer_recipes import update_scalings as update_scalings
 from jax_grouped.mlp import grouped_mlp
-from jax_grouped.moe import SharedExpert
+from jax_grouped.moe import SharedExpert, moe
 from jax_grouped.ops import ragged_dot
 from jax_grouped.parallel import MeshAxes
 from jax_grouped.route import MoEAux
-from jax_grouped.routed import routed_mlp
+
+_OF_DROPOUT = "the dropout of its adapters"
+_OF_JITTER = "the jitter of its logits"
 
 
 def _value(param: nnx.Variable[Any] | None) -> Array | None:
@@ -79,7 +81,7 @@ class _LoraLayer(RecipeLayer):
             setattr(self, f"{name}_a", nnx.LoRAParam(a))
             setattr(self, f"{name}_b", nnx.LoRAParam(b))
         if self.lora.dropout:
-            self.dropout = stream_of(rngs, "dropout", type(self).__name__, "the dropout of its adapters")
+            self.dropout = stream_of(rngs, "dropout", type(self).__name__, _OF_DROPOUT).fork()
 
     def _factors(self, names: tuple[str, ...]) -> list[Array]:
         """A and B of each name; [] without adapters."""
@@ -94,22 +96,48 @@ class _LoraLayer(RecipeLayer):
         adapter = factors if len(factors) < 4 else (factors[:2], factors[2:])
 
         def key() -> Array:
-            return key_words(type(self).__name__, self.dropout, "dropout", rngs, index=3 + index)
+            return key_words(type(self).__name__, self.dropout, "dropout", _OF_DROPOUT, rngs, index=3 + index)
 
         return _layer_lora.arguments(options, adapter, key)
 
-    def _merge(self, weights: dict[str, nnx.Param[Any]]) -> None:
+    def _adapted(self) -> dict[str, nnx.Param[Any]]:
+        """The weights that may have adapters, by the names of these."""
+        raise NotImplementedError
+
+    def _merged(self) -> dict[str, Array]:
+        """The weights with the adapters added, by the names of these; the layer stays as it is."""
         if not self.lora.rank:
             raise ValueError(
                 f"`merge` of {type(self).__name__}: no adapter, expected one; make the layer with `lora_rank`."
             )
-        for name, weight in weights.items():
+        found = {}
+        for name, weight in self._adapted().items():
             a, b = self._factors((name,))
             what = f"`{'kernel' if name == 'lora' else name.removesuffix('_lora')}` of {type(self).__name__}.merge"
-            weight.set_value(_layer_lora.merged(what, self.mesh_axes, weight[...], a, b, self.lora.scaling))
+            found[name] = _layer_lora.merged(what, self.mesh_axes, weight[...], a, b, self.lora.scaling)
+        return found
+
+    def _take_merged(self, found: dict[str, Array]) -> None:
+        for name, weight in self._adapted().items():
+            weight.set_value(found[name])
             delattr(self, f"{name}_a")
             delattr(self, f"{name}_b")
         self.lora = nnx.static(LayerOptions())
+
+    def merge(self) -> None:
+        """Adds the adapters to the weights, rounded once to their dtype, and removes them.
+
+        Raises:
+            ValueError: the layer has none, or a weight cannot be merged as it is sharded. The layer stays as it was.
+        """
+        _merge(self)
+
+
+def _merge(*layers: _LoraLayer) -> None:
+    """Merges the adapters of all these layers, or changes none: every weight is made before the first is replaced."""
+    found = [layer._merged() for layer in layers]
+    for layer, weights in zip(layers, found, strict=True):
+        layer._take_merged(weights)
 
 
 class GroupedLinear(_LoraLayer):
@@ -127,7 +155,7 @@ class GroupedLinear(_LoraLayer):
         lora_alpha: the adapter is scaled by lora_alpha / r; None: r. lora_dropout: the probability with which elements
             of x are dropped on their way to `lora_a`, with keys of the stream `dropout`.
         deterministic: without dropout, as after `layer.eval()`.
-        rngs: key.
+        rngs: an `nnx.Rngs`, whose stream `params` gives the keys of the initialisers.
         kernel_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names ("expert", "embed", "mlp").
     """
 
@@ -157,6 +185,7 @@ class GroupedLinear(_LoraLayer):
             "GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features
         )
         _layer_options.check_dtypes("GroupedLinear", dtype, param_dtype)
+        check_rngs("GroupedLinear", rngs)
         shape = (num_groups, in_features, out_features)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **kernel_metadata)
         self.bias: nnx.Param | None = nnx.data(None)
@@ -183,9 +212,8 @@ class GroupedLinear(_LoraLayer):
         how = self._lora_arguments(tuple(factors), rngs)
         return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=self._bound_recipe(rngs), **how)
 
-    def merge(self) -> None:
-        """Adds the adapter to the kernel, rounded once to its dtype, and removes it. Raises ValueError without one."""
-        self._merge({"lora": self.kernel})
+    def _adapted(self) -> dict[str, nnx.Param[Any]]:
+        return {"lora": self.kernel}
 
 
 _ADAPTERS = ("wi_lora", "wo_lora")
@@ -220,6 +248,7 @@ class _Experts(_LoraLayer):
     ) -> None:
         _layer_options.check_positive(type(self).__name__, num_groups=num_groups, hidden=hidden, mlp_dim=mlp_dim)
         _layer_options.check_dtypes(type(self).__name__, dtype, param_dtype)
+        check_rngs(type(self).__name__, rngs)
         self.activation = resolve(activation)
         wide = self.activation.fc1_width(mlp_dim)
         self.wi = nnx.Param(kernel_init(rngs.params(), (num_groups, hidden, wide), param_dtype), **wi_metadata)
@@ -253,13 +282,8 @@ class _Experts(_LoraLayer):
         frozen = self._frozen(self.wi[...], self.wo[...], _value(self.wi_bias), _value(self.wo_bias))
         return _cast(self.dtype, x, *frozen, *self._factors(_ADAPTERS))
 
-    def merge(self) -> None:
-        """Adds the adapters to the weights, rounded once to their dtype, and removes them.
-
-        Raises:
-            ValueError: the layer has none.
-        """
-        self._merge(dict(zip(_ADAPTERS, (self.wi, self.wo), strict=True)))
+    def _adapted(self) -> dict[str, nnx.Param[Any]]:
+        return dict(zip(_ADAPTERS, (self.wi, self.wo), strict=True))
 
 
 class GroupedMLP(_Experts):
@@ -276,7 +300,7 @@ class GroupedMLP(_Experts):
         residuals: what is saved for backward, as in `jax_grouped.grouped_mlp`.
         lora_rank, lora_alpha, lora_dropout, deterministic: as in `GroupedLinear`, for both weights: `wi_lora_a`,
             `wi_lora_b`, `wo_lora_a`, `wo_lora_b`.
-        rngs: key.
+        rngs: an `nnx.Rngs`, whose stream `params` gives the keys of the initialisers.
         wi_metadata, wo_metadata, bias_metadata: for the `nnx.Param`s, such as sharding names.
     """
 
@@ -354,7 +378,7 @@ class MoE(_Experts):
         options: keywords of `GroupedMLP`; those of the experts serve the shared one too, which has no biases.
     """
 
-    operation = staticmethod(routed_mlp)
+    operation = staticmethod(moe)
     mlp: Callable[..., Array] | None = None
     """The function of the experts in place of `routed_mlp`, with the same arguments: a static method of a subclass."""
 
@@ -423,7 +447,7 @@ class MoE(_Experts):
             self.shared = Shared(hidden, shared_dim, gate, rngs=rngs, **plain, **adapters)
         self.noise: nnx.RngStream | None = nnx.data(None)
         if jitter:
-            self.noise = stream_of(rngs, "jitter", "MoE", "the jitter of its logits")
+            self.noise = stream_of(rngs, "jitter", "MoE", _OF_JITTER).fork()
         self._hold_adapters(**adapters, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(
@@ -447,7 +471,7 @@ class MoE(_Experts):
         rows, wi, wo, wi_bias, wo_bias, *factors = self._weights(_layer_options.as_tokens(x))
         routing = _layer_options.router_options(self) | _layer_options.of_tokens(x, mask, experts)
         if routing["jitter"]:
-            routing["key"] = key_words("MoE", self.noise, "jitter", rngs, index=1)
+            routing["key"] = key_words("MoE", self.noise, "jitter", _OF_JITTER, rngs, index=1)
         y, aux = _layer_options.function_of(self)(
             rows,
             self.router.kernel[...],
@@ -469,9 +493,7 @@ class MoE(_Experts):
 
     def merge(self) -> None:
         """Merges the adapters as `GroupedMLP` does, including those of the shared expert."""
-        super().merge()
-        if self.shared is not None:
-            self.shared.merge()
+        _merge(self, *([] if self.shared is None else [self.shared]))
 
     def update_bias(self, load: Int[Array, " E"], rate: float, *, axis_name: route.AxisName = None) -> None:
         """Moves `selection_bias` by `rate` towards equal loads. Call it once per step, outside of the loss.

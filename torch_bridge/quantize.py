@@ -125,7 +125,7 @@ def dequantize(
 
 def _dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any) -> Tensor:
     sizes, wide = check_dequantize(q, dtype, group_sizes)
-    return dequantized(q, sizes if len(q.shape) == 2 else None, wide)
+    return dequantized(q, sizes, wide)
 
 
 def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes: Any) -> tuple[Tensor | None, str]:
@@ -140,6 +140,7 @@ def check_dequantize(q: QTensor[Tensor], dtype: torch.dtype | None, group_sizes:
     sizes = q.group_sizes
     if group_sizes is not None:
         sizes, _ = prepare_sizes(unwrap(group_sizes)[0], q.values, NAMES)
+    quantizing.check_sizes_absent(q.shape, sizes)
     if len(q.shape) == 2 and sizes is None:
         raise ValueError(
             "`group_sizes`: None, expected one size per group, because rows are quantised by group; pass them."
@@ -157,10 +158,11 @@ def straight_through(master: Tensor, q: QTensor[Tensor]) -> StraightThrough:
     """q as an operand whose gradient, that of its dequantised values, goes to `master`, in the dtype of `master`.
 
     Args:
-        master: has the logical shape of q, e.g. the float32 master weight that was quantised once for several uses.
+        master: has the logical shape of q, e.g. the float32 master weight that was quantised once for several uses; at
+            most 32 bits.
 
     Raises:
-        TypeError: q is not quantised, or the master no tensor of floats. ValueError: the shapes differ.
+        TypeError: q is not quantised, or the dtype of the master. ValueError: the shapes differ.
     """
     check_quantized(q)
     check_operand("master", master, q.values)
@@ -171,6 +173,10 @@ def straight_through(master: Tensor, q: QTensor[Tensor]) -> StraightThrough:
     if tuple(master.shape) != tuple(q.shape):
         raise ValueError(
             f"`master`: shape {tuple(master.shape)}, expected {q.shape} = shape of `q`; pass its own master."
+        )
+    if master.dtype.itemsize > 4:
+        raise TypeError(
+            f"`master`: dtype {dtype_name(master.dtype)}, expected at most 32 bits, as gradients have; cast it first."
         )
     return StraightThrough(master, q)
 
@@ -206,7 +212,9 @@ def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) ->
     if not is_compiling():
         refuse_vmap("update_scaling")
         if not state.scale.is_inference():
-            torch.autograd.graph.increment_version(state.scale)  # caches of weights compare it
+            # Caches of weights compare that of the scales. The backward of a compiled call puts the whole history of
+            # its forward back, which autograd refuses once the history has another version.
+            torch.autograd.graph.increment_version([state.scale, state.history])
     if process_group is not None:
         check_group("update_scaling", process_group)
         current = state.history[:, 0].contiguous()

@@ -45,7 +45,7 @@ def device_sizes(values: Sequence[int] | Tensor, device: torch.device | str) -> 
     elif hasattr(values, "dtype"):  # NumPy's
         check_sizes(_NAMES, calls.spec_of(values))
     try:
-        if isinstance(values, (str, bytes, Set, Mapping, Iterator)) or any(isinstance(value, bool) for value in values):
+        if isinstance(values, (str, bytes, Set, Mapping, Iterator)) or any(map(_is_bool, values)):
             raise TypeError
         numbers = [min(max(operator.index(value), _INT32.min), _INT32.max) for value in values]
     except TypeError:
@@ -56,6 +56,11 @@ def device_sizes(values: Sequence[int] | Tensor, device: torch.device | str) -> 
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         warnings.warn("group_sizes came from the host: the captured graph keeps these values", stacklevel=3)
     return device_integers(numbers, torch.int32, device)
+
+
+def _is_bool(value: Any) -> bool:
+    # A tensor of a bool has `__index__` too.
+    return isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype is torch.bool)
 
 
 def prepare_sizes(group_sizes: Any, x: Tensor, names: Names) -> tuple[Tensor, int]:

@@ -49,6 +49,9 @@ def test_a_kind_has_its_defaults_and_nothing_else(kind: str) -> None:
         (("clamped_swiglu", 1.0), ("`alpha` of Activation", "1.0", "clamped_swiglu has limit", "leave")),
         (("silu_clamped_glu", ..., -1), ("`limit` of Activation", "-1", "finite number above 0", "7.0")),
         (("situ_glu", ..., ..., ..., -1.0), ("`beta1` of Activation", "-1.0", "above 0", "4.0")),
+        (("situ_glu", ..., ..., ..., 1e-60), ("`beta1` of Activation", "1e-60", "above 0, as float32", "4.0")),
+        (("clamped_qgeglu", 1e39), ("`alpha` of Activation", "1e+39", "finite number, as float32", "1.702")),
+        (("clamped_qgeglu", ..., 10**400), ("`limit` of Activation", "000", "above 0, as float32", "7.0")),
         (("relu", ..., ..., ..., ..., ..., 2), ("`interleave` of Activation", "2", "relu is not gated", "leave")),
         (("swiglu", ..., ..., ..., ..., ..., 0), ("`interleave` of Activation", "0", "1 or more", "int")),
         (("swiglu", ..., ..., ..., ..., ..., True), ("`interleave` of Activation", "True", "1 or more", "int")),
@@ -214,9 +217,9 @@ def test_layouts_that_do_not_divide_are_refused() -> None:
         with asserts.refused(ValueError, ("`block` of interleave", str(block), str(shape), "divisor", "choose")):
             interleave(np.zeros(shape), block)
     for bad, fragments in (
-        ((np.zeros((4, 8)), 2, 2), ("`axis` of interleave", "2", "axes of (4, 8)", "columns")),
-        ((np.zeros((4, 8)), None, 1), ("`block` of interleave", "None", "an integer", "pass an int")),
-        (([1.0, 2.0], 1, 0), ("`weight` of interleave", "list", "an array", "convert it")),
+        ((np.zeros((4, 8)), 2, 2), ("`axis` of deinterleave", "2", "axes of (4, 8)", "columns")),
+        ((np.zeros((4, 8)), None, 1), ("`block` of deinterleave", "None", "an integer", "pass an int")),
+        (([1.0, 2.0], 1, 0), ("`weight` of deinterleave", "list", "an array", "convert it")),
     ):
         weight, block, axis = bad
         with asserts.refused(ValueError if axis == 2 else TypeError, fragments):

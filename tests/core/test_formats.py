@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from grouped_core import formats, recipes
+from grouped_core import arrays, formats, recipes
 from grouped_core.reference import numpy_dtype
 from grouped_core.sizes import GroupSizes, unwrap
 from tests import asserts
@@ -72,8 +73,82 @@ def test_options_of_a_recipe_have_types_and_ranges():
         recipes.FP8Delayed.replace(margin="a")
     with asserts.refused(TypeError, ["`history` of Recipe:", "True", "an integer", "pass"]):
         recipes.FP8Delayed.replace(history=True)
+    with asserts.refused(TypeError, ["`batch_invariant` of Recipe:", "'no'", "True or False", "pass one"]):
+        recipes.MXFP8.replace(batch_invariant="no")
     with asserts.refused(ValueError, ["`margin` of Recipe:", "200", "at most 100", "pass"]):
         recipes.FP8Delayed.replace(margin=200)
+
+
+_WRONG_FIELDS: list[tuple[str, dict[str, Any], type[Exception], list[str]]] = [
+    ("mxfp8", {"segment": 16}, ValueError, ["`segment` of format mxfp8: 16", "a multiple of its block 32", "pass one"]),
+    ("fp8_tensor", {"segment": 96}, ValueError, ["`segment` of format fp8_tensor: 96", "64, 128", "choose"]),
+    ("bf16", {"segment": 32}, ValueError, ["`segment` of format bf16: 32", "0 with values that", "leave it out"]),
+    ("mxfp8", {"rule": "foo"}, ValueError, ["`rule` of format mxfp8: 'foo'", "'fp32', 'e8m0', 'nvfp4'", "choose"]),
+    ("mxfp8", {"block": -1}, ValueError, ["`block` of format mxfp8: -1", "0, 16, 32, 64, 128", "choose"]),
+    ("mxfp8", {"block": 48}, ValueError, ["`block` of format mxfp8: 48", "0, 16, 32, 64, 128", "choose"]),
+    ("nvfp4", {"block": 32}, ValueError, ["`block` of format nvfp4: 32", "16 with rule 'nvfp4'", "change one"]),
+    ("mxfp8", {"block": 0}, ValueError, ["`block` of format mxfp8: 0", "with rule 'e8m0'", "change one"]),
+    ("fp8_tensor", {"values": "float7"}, ValueError, ["`values` of format fp8_tensor: 'float7'", "float8_e4m3fn"]),
+    (
+        "fp8_tensor",
+        {"values": "uint8"},
+        ValueError,
+        ["`values` of format", "'uint8'", "with rule 'fp32'", "change one"],
+    ),
+    ("mxfp8", {"scales": "float32"}, ValueError, ["`scales` of format mxfp8", "'float8_e8m0fnu' with", "pass that"]),
+    ("fp8_tensor", {"square": True}, ValueError, ["`square` of format fp8_tensor: True", "without blocks", "leave it"]),
+    ("nvfp4", {"turned": True}, ValueError, ["`turned` of format nvfp4: True", "codes of four bits", "leave it out"]),
+    ("fp8_tensor", {"eps": 1e39}, ValueError, ["`eps` of format fp8_tensor: 1e+39", "finite as float32", "pass one"]),
+    ("fp8_tensor", {"eps": "a"}, TypeError, ["`eps` of format fp8_tensor: 'a'", "a number", "pass"]),
+    ("mxfp8", {"block": True}, TypeError, ["`block` of format mxfp8: True", "an integer", "pass"]),
+    ("mxfp8", {"block": 32.0}, TypeError, ["`block` of format mxfp8: 32.0", "an integer", "pass"]),
+    ("fp8_1x128", {"pow2": "no"}, TypeError, ["`pow2` of format fp8_1x128: 'no'", "True or False", "pass"]),
+    ("mxfp8", {"rule": ["e8m0"]}, TypeError, ["`rule` of format mxfp8: ['e8m0']", "text", "pass"]),
+]
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize(("name", "changes", "kind", "words"), _WRONG_FIELDS, ids=lambda part: str(part)[:20])
+def test_fields_of_a_format_fit_each_other(name, changes, kind, words):
+    with asserts.refused(kind, [*words, "expected"]):
+        formats.FORMATS[name].replace(**changes)
+
+
+@pytest.mark.rule("ERR-1")
+def test_rows_are_not_contracted_in_a_format_without_a_segment():
+    x, sizes, without = np.ones((6, 128), np.float32), np.array([6], np.int32), formats.FORMATS["mxfp8"]
+    without = without.replace(segment=0)
+    arrays.quantize(x, without, axis=1, group_sizes=sizes)
+    with asserts.refused(ValueError, ["`segment` of the format: 0", "expected the length", "pass one"]):
+        arrays.quantize(x, without, axis=0, group_sizes=sizes)
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("rule", ["fp32", "e8m0"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_blocks_and_segments_of_other_lengths_are_formats(rule, block):
+    scales = {"fp32": "float32", "e8m0": "float8_e8m0fnu"}[rule]
+    fmt = formats.Format("mine", "float8_e4m3fn", rule=rule, scales=scales, block=block, segment=128)
+    x = np.linspace(-3, 3, 5 * 128, dtype=np.float32).reshape(5, 128)
+    sizes = np.array([2, 3], np.int32)
+    values = arrays.dequantize(arrays.quantize(x, fmt, axis=(1, 0), group_sizes=sizes))
+    assert np.abs(values - x).max() <= 3 / 8
+    assert fmt.replace(eps=np.float32(3e38) if rule == "fp32" else 0).eps in (0, float(np.float32(3e38)))
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        (("foo",), ValueError, ["`format` of weight_only: 'foo'", "mxfp4", "choose"]),
+        ((["mxfp4"],), TypeError, ["`format` of weight_only: ['mxfp4']", "mxfp4", "as text", "choose"]),
+        (("mxfp4", "float7"), ValueError, ["`dtype` of weight_only: 'float7'", "float32, bfloat16", "choose"]),
+        (("mxfp4", np.float32), TypeError, ["`dtype` of weight_only: <class", "float32, bfloat16", "as text"]),
+    ],
+)
+def test_weights_alone_have_a_format_and_rows_a_dtype(given, kind, words):
+    with asserts.refused(kind, words):
+        recipes.weight_only(*given)
 
 
 @pytest.mark.rule("ERR-1")

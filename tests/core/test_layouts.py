@@ -25,7 +25,7 @@ def facts(value: Any) -> Facts:
 
 
 def convert(tree: Any, source: str, target: str, interleave: Any = None) -> Any:
-    return converted(tree, source, target, interleave, facts, steps.NUMPY)
+    return converted(tree, source, target, interleave, facts, steps.NUMPY, {})
 
 
 def same(found: Any, expected: Any) -> None:

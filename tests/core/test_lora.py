@@ -486,6 +486,7 @@ def test_a_pair_of_weights_is_refused():
     ("options", "fragments"),
     [
         ((float("inf"), 0.0, None), ["`lora_scaling`", "inf", "a finite number", "alpha / r"]),
+        ((1e39, 0.0, None), ["`lora_scaling`", "1e+39", "a finite number, as float32", "alpha / r"]),
         (("2", 0.0, None), ["`lora_scaling`", "'2'", "a finite number", "alpha / r"]),
         ((1.0, 1.0, KEY), ["`lora_dropout`", "1.0", "0 to 1", "pass a rate"]),
         ((1.0, 0.1, None), ["`lora_key`", "None with a dropout", "if and only if", "pass both"]),

@@ -15,7 +15,14 @@ from grouped_core.calls import ArraySpec, spec_of
 from grouped_core.mlp_spec import POLICIES, Mlp, MlpNames, MlpNeeds, MlpSpecs, Residuals
 from grouped_core.recipes import BF16, MXFP8, NVFP4, FP8Block, FP8Current, FP8Delayed
 from grouped_core.reference import Oracle, activation_of
-from grouped_core.routing_spec import alignment_for, check_permute, check_topk_router, router_option, row_count
+from grouped_core.routing_spec import (
+    alignment_for,
+    check_balance_quantile,
+    check_permute,
+    check_topk_router,
+    router_option,
+    row_count,
+)
 from tests import asserts, bounds, cases
 from tests.native.runner import Native
 
@@ -356,6 +363,36 @@ def test_arrays_that_are_refused():
         row_count(6, 2, 0, None)
     with asserts.refused(ValueError, ["`max_rows` of permute: 6", "multiple of `align` 4"]):
         row_count(6, 2, 4, 6)
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize(
+    ("options", "fragments"),
+    [
+        ({"experts": 1025}, ["`logits` of balance_quantile: 1025 experts", "2 to 1024", "route to fewer experts"]),
+        ({"experts": 1}, ["`logits` of balance_quantile: 1 experts", "2 to 1024", "nothing to balance"]),
+        ({"k": 32}, ["`k` of balance_quantile: 32", "1 to 31", "(k + 1)-th largest score", "choose another k"]),
+        (
+            {"k": 8, "experts": 8},
+            ["`k` of balance_quantile: 8", "1 to 7", "fewer than all experts", "choose another k"],
+        ),
+        ({"bins": 10**6}, ["`bins` of balance_quantile: 1000000", "1 to 65536", "1000 is the default"]),
+        ({"bins": 0}, ["`bins` of balance_quantile: 0", "1 to 65536", "1000 is the default"]),
+        ({"low": 1.0}, ["`low`, `high` of balance_quantile: 1.0, 1.0", "low < high", "from -1 to 1"]),
+        ({"low": 0.0, "high": 1e-50}, ["`low`, `high` of balance_quantile: 0.0, 1e-50", "as float32 too", "margins"]),
+        ({"low": -3e38, "high": 3e38}, ["`low`, `high` of balance_quantile: -3e+38", "finite distance", "margins"]),
+    ],
+)
+def test_limits_of_a_quantile_are_said(options, fragments):
+    given = {"experts": 64, "k": 31, "bins": 65536, "low": -1.0, "high": 1.0}
+    for at, each in enumerate((given, given | options)):
+        bias, logits = (ArraySpec((*lead, each["experts"]), "float32") for lead in ((), (2,)))
+        call = (logits, bias, each["k"], "sigmoid", each["bins"], each["low"], each["high"], None)
+        if at:
+            with asserts.refused(ValueError, fragments):
+                check_balance_quantile(*call)
+        else:
+            check_balance_quantile(*call)
 
 
 @pytest.mark.rule("LYR-7")

@@ -522,6 +522,12 @@ def test_layer_refusals() -> None:
         nnx.MoE(4, 0, 2, 1, rngs=rngs)
     with asserts.refused(ValueError, ("`num_experts_per_tok` of MoE", "3", "1 to 2", "fewer")):
         nnx.MoE(4, 4, 2, 3, rngs=rngs)
+    arguments: dict[str, Any] = {"GroupedLinear": (2, 4, 3), "GroupedMLP": (2, 4, 3), "MoE": (4, 3, 2, 1)}
+    for name, given in arguments.items():
+        with asserts.refused(TypeError, (f"`rngs` of {name}", "PRNGKeyArray", "expected nnx.Rngs", "pass nnx.Rngs")):
+            getattr(nnx, name)(*given, rngs=jax.random.key(0))
+        with asserts.refused(ValueError, (f"`rngs` of {name}", "no stream `params`", "pass nnx.Rngs(seed)")):
+            getattr(nnx, name)(*given, rngs=flax_nnx.Rngs(jitter=0))
     with asserts.refused(TypeError, ("`in_features` of GroupedLinear", "8.0", "an integer", "size")):
         nnx.GroupedLinear(2, 8.0, 3, rngs=rngs)
     with asserts.refused(ValueError, ("`score` of topk_router", "'best'", "expected one of", "choose")):

@@ -234,3 +234,15 @@ def test_refusals() -> None:
         layer_of("mlp", recipes.NVFP4.bind())
     with asserts.refused(TypeError, ("`rngs` of GroupedLinear", "int", "a key of jax.random", "pass one of them")):
         apply(layer_of("linear", recipes.NVFP4), rows(), rngs=3)
+
+
+@pytest.mark.rule("ERR-1")
+def test_keys_of_a_call_have_the_stream_that_it_draws_from() -> None:
+    """With the words of a layer that is made without the stream."""
+    only = flax_nnx.Rngs(params=0)
+    with asserts.refused(ValueError, ("`rngs` of GroupedLinear", "no stream `rounding`", "NVFP4", "rounding=...")):
+        apply(layer_of("linear", recipes.NVFP4), rows(), rngs=only)
+    for name, options in (("jitter", {"jitter": 0.1}), ("dropout", {"lora_rank": 2, "lora_dropout": 0.5})):
+        layer = nnx.MoE(8, 4, 4, 2, **options, rngs=flax_nnx.Rngs(0))
+        with asserts.refused(ValueError, ("`rngs` of MoE", f"no stream `{name}`", "expected one", f"{name}=...")):
+            layer(jnp.ones((3, 8)), rngs=only)

@@ -202,6 +202,24 @@ def test_merged_weights_are_rounded_once(kind: str, form: str, dtype: str):
         asserts.bitwise(own[0] if form == "MoE" else own, base.apply(weights, {}, X))
 
 
+@pytest.mark.rule("LOR-5")
+@every_kind
+def test_adapters_that_are_wider_than_the_weight_are_not_rounded_first(kind: str):
+    """A bfloat16 weight and float32 adapters, as some trainers keep them; sums are of few terms, so float32 is exact
+    enough to decide every rounding here."""
+    layer = build(kind, "GroupedLinear")
+    a, b = (made(*layer.factors[f"lora_{part}"].shape, seed=at, dtype=jnp.float32) for at, part in enumerate("ab"))
+    factors = {"lora_a": a, "lora_b": b}
+    if kind == "nnx":
+        for name, value in factors.items():
+            getattr(layer.module, name).set_value(value)
+    found = _merged(kind, layer._replace(factors=factors))["kernel"]
+    w, a, b = (np.asarray(each, np.float64) for each in (layer.params["kernel"], a, b))
+    exact = w + SCALING * a @ b
+    assert found.dtype == jnp.bfloat16
+    asserts.bitwise(found, exact.astype(np.float32).astype(jnp.bfloat16))
+
+
 @pytest.mark.rule("LOR-5", "LYR-12")
 @every_kind
 def test_a_shared_expert_has_adapters_and_is_merged_too(kind: str):
@@ -327,6 +345,25 @@ def test_weights_that_are_split_otherwise_are_not_merged(kind: str):
     words = ["`wi` of MoE.merge", "tensor axis 'data'", "experts alone are split", "without that axis"]
     with jax.set_mesh(mesh), asserts.refused(ValueError, words):
         flax_nnx.jit(lambda module: module.merge())(layer.module)
+
+
+@pytest.mark.rule("LOR-5", "ERR-1")
+@pytest.mark.parametrize("form", ["GroupedMLP", "MoE"])
+def test_a_refused_merge_changes_nothing(form: str):
+    """The last weight that is merged is refused: `wo`, of a MoE that of its shared expert."""
+    layer = build("nnx", form, **({"shared_dim": F} if form == "MoE" else {}))
+    wo = layer.module.shared.wo if form == "MoE" else layer.module.wo
+    whole = wo[...]
+    before = flax_nnx.to_pure_dict(flax_nnx.state(layer.module, flax_nnx.Param))
+    wo.set_value(jax.device_put(whole, NamedSharding(mesh_of(expert=2), P(None, "expert"))))
+    with asserts.refused(ValueError, ["`wo` of", "expected an array whose groups alone are split", "reshard it"]):
+        layer.module.merge()
+    wo.set_value(whole)
+    same(flax_nnx.to_pure_dict(flax_nnx.state(layer.module, flax_nnx.Param)), before)
+    extra = (SIZES, PROBS) if form == "GroupedMLP" else ()
+    y = layer.module(X, *extra)
+    asserts.bitwise(y[0] if form == "MoE" else y, layer())
+    assert "wi_lora_a" not in _merged("nnx", layer)
 
 
 @pytest.mark.rule("LOR-5", "ERR-1")

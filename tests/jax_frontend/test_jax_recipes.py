@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jax_grouped
 from grouped_core import recipes
 from grouped_core.scaling import ScalingState
-from jax_grouped import accumulate, nnx
+from jax_grouped import accumulate, linen, nnx
 from tests import asserts
 from tests.jax_frontend.jax_tools import same
 
@@ -115,6 +115,20 @@ def test_a_state_that_a_checkpoint_gives_back_is_as_good():
     expected = jax.grad(loss, argnums=(0, 1))(x, state)
     same(jax.grad(loss, argnums=(0, 1))(x, held), expected)
     same(jax.jit(jax.grad(lambda x: loss(x, held)))(x), expected[0])
+
+
+def test_a_bound_recipe_is_rebuilt_with_any_leaves():
+    """Flax makes tables of arguments in this way, with an object in place of each None too."""
+    for bound in (recipes.NVFP4.bind(key=KEY), DELAYED.bind(jax_grouped.scaling_state(DELAYED, G))):
+        ones: Any = jax.tree.map(lambda leaf: 1, bound, is_leaf=lambda leaf: leaf is None)
+        assert ones.recipe is bound.recipe
+        assert ones.key == 1
+    same(jax.tree.map(lambda leaf: leaf, bound), bound)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(recipes.NVFP4.bind(key=KEY))]
+    assert paths == [".key"]
+    layer = linen.MoE(K, 32, G, 2, shared_dim=32, recipe=recipes.NVFP4)
+    keys = {name: jax.random.key(at) for at, name in enumerate(("params", "rounding"))}
+    assert "router" in layer.tabulate(keys, normal(M, K, dtype=jnp.float32))
 
 
 def test_what_is_no_state_is_refused():

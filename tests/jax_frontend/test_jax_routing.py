@@ -686,3 +686,47 @@ def test_rows_under_shard_map(check_vma: bool) -> None:
         asserts.bitwise(y[half], one)
         for found, expected in zip(pull(d), of_one(d[half]), strict=True):
             asserts.bitwise(found[half], expected)
+
+
+# ---- looking from outside
+
+
+@pytest.mark.rule("ERR-2", "ERR-3")
+def test_explain_of_routing_and_of_a_whole_layer():
+    def told(op: Any, *given: Any, **options: Any) -> list[str]:
+        assert jax_grouped.why_unsupported(op, *given, **options, arch="cpu") is None
+        return [line.split()[0] for line in jax_grouped.explain(op, *given, **options, arch="cpu").splitlines()]
+
+    def of(*shape: int, dtype: str = "float32") -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    logits, slots, x = of(T, E), of(T, K, dtype="int64"), of(T, 8)
+    assert told(route.topk_router, logits, K) == ["router", "router_sums", "router_losses", "router_grad"]
+    assert "drop_slots" in told(route.topk_router, logits, K, capacity_factor=1.0)
+    assert told(route.permute, x, slots, E) == ["sort_slots", "gather_rows", "combine_rows"]
+    chosen = np.arange(T * K).reshape(T, K) % E
+    rows, sizes, permutation = route.permute(jnp.ones((T, 8)), chosen, E)
+    assert told(route.unpermute, rows, permutation, of(T, K)) == ["combine_rows", "gather_rows", "combine_dot"]
+    assert told(route.pad_groups, rows, sizes, 16) == ["pad_groups", "gather_rows", "gather_rows"]
+    padded, _, places = route.pad_groups(rows, sizes, 16)
+    assert told(route.unpad_groups, padded, places) == ["gather_rows", "gather_rows"]
+    assert told(route.hash_experts, of(T, dtype="int64"), K, E) == ["hash_experts"]
+    assert told(route.update_bias, of(E), of(E, dtype="int32"), 0.1) == ["bias_update"]
+    assert told(route.balance_quantile, logits, of(E), K) == ["margin_histogram", "quantile_bias"]
+    layer = (x, of(8, E), of(E, 8, 8), of(E, 4, 8), K)
+    names = told(jax_grouped.moe, *layer, aux_coeff=0.1)
+    assert names == told(jax_grouped.nnx.MoE, *layer) == told(jax_grouped.linen.MoE, *layer)
+    assert {"router", "sort_slots", "grouped_matmul_act", "combine_rows", "router_grad"} <= {*names}
+    assert names.count("grouped_matmul") == 7, "logits, `wo`, and gradients of x, router, wi and wo"
+    lora = ((of(E, 8, 2), of(E, 2, 8)), (of(E, 4, 2), of(E, 2, 8)))
+    assert told(jax_grouped.moe, *layer, lora=lora).count("low_rank_grads") == 2, "the weights are frozen"
+    with asserts.refused(TypeError, ["`logits` of topk_router", "float64", "cast it"]) as message:
+        route.topk_router(np.ones((T, E)), K)
+    for given in (np.ones((T, E)), of(T, E, dtype="float64")):
+        assert jax_grouped.why_unsupported(route.topk_router, given, K) == message[0]
+    masked = np.ma.array(np.ones((T, E), np.float32), mask=True)
+    for given in (masked, np.ones((T, E), object), np.ones((T, E), ">f4"), [[1.0]]):
+        assert (jax_grouped.why_unsupported(route.topk_router, given, K) or "").startswith("`logits`")
+    pinned = jax_grouped.why_unsupported(jax_grouped.moe, *layer, implementation="no_such_kernel", arch="cpu")
+    assert pinned is not None
+    assert "no_such_kernel" in pinned

@@ -16,7 +16,7 @@ import torch
 
 import jax_grouped
 import torch_bridge
-from grouped_core import arrays
+from grouped_core import arrays, recipes
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear
 from tests import asserts, bounds, cases
@@ -398,6 +398,93 @@ def test_gradients_of_arrays_that_do_not_fit(change, kind, parts):
     operands = {**_array_operands(), "dy": np.ones((6, 8), np.float32)}
     with asserts.refused(kind, parts):
         arrays.grouped_linear_grads(**{**operands, **change(operands)})
+
+
+_DELAYED = recipes.FP8Delayed.replace(history=2)
+
+
+def _bound(products: int, **changed: Any) -> Any:
+    """FP8Delayed bound to a new state, with other arrays of the state or with a key."""
+    state = arrays.scaling_state(_DELAYED, 3, products=products)
+    key = changed.pop("key", None)
+    return _DELAYED.bind(dataclasses.replace(state, **{name: change(state) for name, change in changed.items()}), key)
+
+
+@pytest.mark.rule("ERR-5", "BUF-2")
+@pytest.mark.parametrize("mlp", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "kind", "parts"),
+    [
+        (
+            {"history": lambda s: _read_only(s.history.copy())},
+            ValueError,
+            ["`state.history`: a read-only array", "expected one that may be written", "pass a copy"],
+        ),
+        (
+            {"scale": lambda s: jnp.asarray(s.scale)},
+            TypeError,
+            ["`state.scale`: ArrayImpl", "expected a NumPy or CuPy array", "convert it"],
+        ),
+        (
+            {"scale": lambda s: np.asfortranarray(s.scale)},
+            ValueError,
+            ["`state.scale`: strides", "expected a C-contiguous array", "copy it"],
+        ),
+        (
+            {"history": lambda s: np.asfortranarray(s.history)},
+            ValueError,
+            ["`state.history`: strides", "expected a C-contiguous array", "copy it"],
+        ),
+        (
+            {"key": np.zeros((4,), np.uint32)[::2]},
+            ValueError,
+            ["`key`: strides", "expected a C-contiguous array", "copy it"],
+        ),
+        ({"key": jnp.zeros((2,), jnp.uint32)}, TypeError, ["`key`: ArrayImpl", "a NumPy or CuPy array", "convert it"]),
+    ],
+    ids=["read_only", "jax", "fortran_scale", "fortran_history", "strided_key", "jax_key"],
+)
+def test_arrays_of_a_bound_recipe_that_do_not_fit(gradients, mlp, changed, kind, parts):
+    """They are refused before anything is computed: the buffer keeps what it held."""
+    given, buffer = _recipe_operands(mlp, gradients)
+    with asserts.refused(kind, parts):
+        _recipe_call(mlp, gradients)(**given, recipe=_bound(1 + mlp, **changed))
+    asserts.filled(buffer, 7.0, "buffer")
+
+
+@pytest.mark.rule("BUF-2")
+@pytest.mark.parametrize("mlp", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("field", ["scale", "history"])
+def test_a_buffer_that_overlaps_the_state_is_refused(gradients, mlp, field):
+    given, buffer = _recipe_operands(mlp, gradients)
+    count = buffer.size
+    state = arrays.scaling_state(_DELAYED, 3, products=1 + mlp)
+    held = getattr(state, field)
+    memory = np.zeros(max(count, held.size), np.float32)
+    state = dataclasses.replace(state, **{field: memory[: held.size].reshape(held.shape)})
+    name = "grad_input" if gradients else "out"
+    given[name] = memory[:count].reshape(buffer.shape)
+    names = [f"`{name}`", f"`state.{field}`"]
+    with asserts.refused(ValueError, [*names, "overlaps", "expected a buffer of its own", "allocate"]):
+        _recipe_call(mlp, gradients)(**given, recipe=_DELAYED.bind(state))
+    asserts.zero(memory, "the state")
+
+
+def _recipe_call(mlp: bool, gradients: bool) -> Any:
+    if mlp:
+        return arrays.grouped_mlp_grads if gradients else arrays.grouped_mlp
+    return arrays.grouped_linear_grads if gradients else arrays.grouped_linear
+
+
+def _recipe_operands(mlp: bool, gradients: bool) -> tuple[dict[str, Any], np.ndarray]:
+    """Operands of that call, and among them the buffer that it writes, full of 7."""
+    x, w = np.ones((6, 32), np.float32), np.ones((3, 32, 32), np.float32)
+    weights = {"wi": w, "wo": w.copy(), "activation": "relu"} if mlp else {"w": w}
+    buffer = np.full(x.shape, 7.0, np.float32)
+    more = {"dy": np.ones_like(x), "grad_input": buffer} if gradients else {"out": buffer}
+    return {"x": x, **weights, "group_sizes": np.array([2, 1, 2], np.int32), **more}, buffer
 
 
 class TestArrays:

@@ -369,7 +369,7 @@ JAX: dict[str, Function] = {
         lambda weight: jax_grouped.deinterleave(weight, 2),
         {
             "weight": Argument(
-                (2 * F,), "at least one axis", "pass a weight or a bias", "`weight` of interleave", also=(2,)
+                (2 * F,), "at least one axis", "pass a weight or a bias", "`weight` of deinterleave", also=(2,)
             )
         },
     ),

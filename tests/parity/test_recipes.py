@@ -425,6 +425,61 @@ def test_a_quantised_operand_holds_what_its_format_makes(frontend: Any, array: A
             product(*operands, sizes)
 
 
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize(("frontend", "array", "product"), QUANTISED_FRONTENDS, ids=["jax", "torch"])
+def test_rows_are_dequantised_with_as_many_groups(frontend: Any, array: Any, product: Any):
+    x, sizes, others = array(np.ones((6, 64), np.float32)), array(np.array([3, 3])), array(np.array([1, 2, 3]))
+    wanted = {
+        ("fp8_tensor", 1): ["scales of groups float32[2]", "expected float32[3]"],
+        ("nvfp4", 1): ["scales of groups float32[2]", "expected float32[3]"],
+        ("mxfp8", 0): ["codes float8_e4m3fn[64, 64]", "expected float8_e4m3fn[96, 64]"],
+    }
+    for (format, axis), words in wanted.items():
+        q = frontend.quantize(x, format, axis=axis, group_sizes=sizes)
+        with asserts.refused(ValueError, ["`q`", *words, "in 3 groups", "pass the sizes that it was quantised with"]):
+            frontend.dequantize(q, group_sizes=others)
+    rowwise = frontend.quantize(x, "mxfp8", group_sizes=sizes)
+    asserts.bitwise(frontend.dequantize(rowwise, group_sizes=others), frontend.dequantize(rowwise))
+    weights = array(np.ones((2, 8, 32), np.float32))
+    for call in (
+        lambda: frontend.quantize(weights, "mxfp8", group_sizes=sizes),
+        lambda: frontend.dequantize(frontend.quantize(weights, "mxfp8"), group_sizes=sizes),
+    ):
+        with asserts.refused(ValueError, ["`group_sizes`: (2,) beside weights (2, 8, 32)", "expected None", "leave"]):
+            call()
+    many = array(np.zeros(65536, np.int32))
+    for call in (
+        lambda: frontend.quantize(x, "mxfp8", group_sizes=many),
+        lambda: frontend.dequantize(rowwise, group_sizes=many),
+        lambda: frontend.quantize(array(np.zeros((65536, 1, 1), np.float32)), "mxfp8"),
+    ):
+        with asserts.refused(ValueError, ["shape (65536", "at most 65535 groups", "split the groups"]):
+            call()
+
+
+@pytest.mark.rule("MAT-6")
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_tensor", "fp8_128x128", "mxfp4", "nvfp4_2d"])
+@pytest.mark.parametrize("plain", ["float8_e4m3fn", "float8_e5m2"])
+def test_plain_operands_of_8_bits_go_beside_quantised_ones(format: str, plain: str):
+    """As rows and as weights: nothing quantises them, so they need not be wide."""
+    p = cases.problem(cases.named("tail"), "float32")
+    narrow = cases.numpy_dtype(plain)
+    of_rows = {"mxfp4": "fp8_1x128", "nvfp4_2d": "nvfp4", "fp8_128x128": "fp8_1x128"}.get(format, format)
+    found = []
+    for frontend, array, product in ((arrays, np.asarray, arrays.grouped_linear), *QUANTISED_FRONTENDS):
+        x, w, sizes = array(p.x), array(p.w), array(p.group_sizes)
+        q = frontend.quantize(w, format, axis=1), frontend.quantize(x, of_rows, axis=1, group_sizes=sizes)
+        x8, w8 = array(p.x.astype(narrow)), array(p.w.astype(narrow))
+        found.append((product(x8, q[0], sizes), product(q[1], w8, sizes)))
+    values = arrays.dequantize(arrays.quantize(p.w, format, axis=1), "float32")
+    wide = arrays.grouped_linear(p.x.astype(narrow).astype(np.float32), values, p.group_sizes)
+    for name, each in zip(("jax", "torch"), found[1:], strict=True):
+        for ours, wanted in zip(each, found[0], strict=True):
+            asserts.bitwise(ours, wanted, name)
+    first = asserts.as_numpy(found[0][0]).astype(np.float64)
+    assert np.abs(first - wide).max() <= 2.0**-7 * np.abs(wide).max(), "one rounding to bf16"
+
+
 @pytest.mark.rule("MAT-7", "ERR-1")
 @pytest.mark.parametrize(("frontend", "array", "product"), QUANTISED_FRONTENDS, ids=["jax", "torch"])
 def test_only_rows_may_be_none_where_something_is_quantised(frontend: Any, array: Any, product: Any):

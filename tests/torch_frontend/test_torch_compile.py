@@ -222,7 +222,7 @@ def test_forward_mode_is_refused_beside_a_graph(name: str) -> None:
         "activation": lambda x: nn.ScaledActivation("swiglu")(x, probs),
     }
 
-    def tangent(x: Tensor) -> Tensor:
+    def tangent(x: Tensor) -> Tensor | None:
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(x, torch.ones_like(x))
             return forward_ad.unpack_dual(dual.sum() + operations[name](dual).sum()).tangent

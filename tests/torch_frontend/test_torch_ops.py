@@ -676,6 +676,11 @@ def _bad_calls() -> dict[str, tuple[dict[str, Any], type[Exception], list[str]]]
             TypeError,
             ["`group_sizes`", "True", "integers", "pass"],
         ),
+        "sizes_of_tensors_of_bools": (
+            {"group_sizes": [torch.tensor(True), torch.tensor(True), torch.tensor(True)]},
+            TypeError,
+            ["`group_sizes`", "tensor(True)", "integers", "pass"],
+        ),
         "sizes_without_order": (
             {"group_sizes": {1, 2, 3}},
             TypeError,

@@ -362,6 +362,8 @@ def test_what_is_not_quantised_is_refused(function: Any) -> None:
 def test_a_master_has_floats() -> None:
     with asserts.refused(TypeError, ["`master`", "int32", "floats, which have a gradient", "cast it"]):
         straight_through(torch.ones((1, 32, 32), dtype=torch.int32), quantize(torch.ones(1, 32, 32), "mxfp8", axis=1))
+    with asserts.refused(TypeError, ["`master`", "float64", "at most 32 bits, as gradients have", "cast it"]):
+        straight_through(torch.ones(1, 32, 32).double(), quantize(torch.ones(1, 32, 32), "mxfp8", axis=1))
 
 
 @pytest.mark.filterwarnings(
