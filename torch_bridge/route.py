@@ -421,8 +421,9 @@ def balance_quantile(
     upper edge of the first bin that reaches it. Without gradients, as `update_bias`.
 
     Args:
-        logits: [T, E]. bias: [E], that of the router. k: experts per token. score: that of the router.
-        bins, low, high: the number of bins and the ends of the histogram; margins outside fall into the first and the
+        logits: [T, E]. bias: [E], that of the router. score: that of the router.
+        k: experts per token, at most 31, one fewer than a router may have, and fewer than E.
+        bins, low, high: the number of bins, at most 65536, and the ends of the histogram; margins outside fall into the first and the
             last bin.
         mask: bool [T], False for padding. process_group: the histogram is summed over its ranks.
 
