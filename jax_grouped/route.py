@@ -249,10 +249,10 @@ def balance_quantile(
     (k / E)-quantile of the margins of each expert, from a histogram, minus the mean over the experts.
 
     Args:
-        logits: [T, E]. bias: [E], the one they were routed with. mask: [T], False for padding. score: that of the router.
+        logits: [T, E]. bias: [E], that of the router. score: that of the router. mask: [T], False for padding.
         k: experts per token, at most 31, one fewer than a router may have, and fewer than E.
-        bins, low, high: the number of bins, at most 65536, and the ends of the histogram; margins outside count in the first or the
-            last bin.
+        bins, low, high: the number of bins, at most 65536, and the ends of the histogram; margins outside count in the
+            first or the last bin.
         axis_name: mesh axes over which the histograms are added, inside `shard_map`.
 
     Returns:

@@ -423,8 +423,8 @@ def balance_quantile(
     Args:
         logits: [T, E]. bias: [E], that of the router. score: that of the router.
         k: experts per token, at most 31, one fewer than a router may have, and fewer than E.
-        bins, low, high: the number of bins, at most 65536, and the ends of the histogram; margins outside fall into the first and the
-            last bin.
+        bins, low, high: the number of bins, at most 65536, and the ends of the histogram; margins outside fall into the
+            first and the last bin.
         mask: bool [T], False for padding. process_group: the histogram is summed over its ranks.
 
     Raises:
