@@ -48,7 +48,7 @@ TF32_STEP = 2.0**-136
 FUNCTIONS = 2.0**-20
 """Relative error of the logistic function, exp, tanh, erf, and of what a few of them are made into (numerics 5)."""
 ACTIVATIONS = 4 * 2.0**-23
-"""4 ulp of fp32, relative: of an activation, and of its derivative against the magnitude of its terms (numerics 7)."""
+"""Relative, of fp32: of an activation, and of its derivative against the magnitude of its terms (numerics 5)."""
 MULTIPLIED_AS_BF16 = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 """Element types of operands that a CPU multiplies as bfloat16."""
 ORACLES = 1e-12
