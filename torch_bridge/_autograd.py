@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_bridge import _saved
 from torch_bridge._args import Arguments, Checked, check_buffers, check_gradient
+from torch_bridge._asked import Places, is_asked, places_of
 from torch_bridge._checks import NAMES
 from torch_bridge._compiling import is_compiling
 from torch_bridge._gradients import Owner, Route, WeightGradient, check_listed_once
@@ -133,7 +134,7 @@ def differentiable(
         products = zip(rest.routes, *of_each, strict=True)
         routes = [route.elsewhere(*own, to_main_grad=given.to_main_grad) for route, *own in products]
         check_listed_once(*[(route.name, route.owners) for route in routes])
-        rest = rest._replace(routes=routes, accumulators=given.accumulators)
+        rest = rest._replace(routes=routes, accumulators=given.accumulators, places=places_of(receivers, routes))
     if grad_input is not None:
         rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)
     apply = _apply if overwrite is None else _Differentiable.apply
@@ -177,13 +178,14 @@ class _Rest(NamedTuple):
     Attributes:
         biases: for each bias, the number of its tensors, whether it is packed, and which need a gradient; or ().
         routes: for each weight, where its gradient goes. accumulators: for each weight, those of its tensors.
-        grad_input: the buffer for dx. for_leaf: whether the tensor that receives dx is a leaf.
+        places: `places_of` the weights. grad_input: the buffer for dx. for_leaf: whether a leaf receives dx.
     """
 
     operation: Operation
     biases: tuple[tuple[int, bool, tuple[int, ...]], ...]
     routes: Sequence[Route]
     accumulators: Sequence[Sequence[Tensor | None]] = ()
+    places: Places = ()
     grad_input: Tensor | None = None
     for_leaf: bool = False
 
@@ -264,7 +266,7 @@ _apply: Callable[..., Any] = _parent.apply
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dy = as_read(dy)
     saved, rest = ctx.facts
-    operation, biases, routes, accumulators, buffer, for_leaf = rest
+    operation, biases, routes, accumulators, places, buffer, for_leaf = rest
     if buffer is not None or any(accumulators):
         check_gradient(dy, buffer, accumulators)
     kept = unpack(saved.layouts, ctx.saved_tensors)
@@ -274,7 +276,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     earlier: Earlier = []
 
     def deliver(product: int, gradient: WeightGradient) -> None:
-        weights[product] = routes[product].deliver(gradient, earlier)
+        if not places or routes[product].accumulators or is_asked(ctx, places[product]):
+            weights[product] = routes[product].deliver(gradient, earlier)
 
     dx, of_scale, of_biases = operation.backward(saved, kept, dy, buffer, deliver)
     if buffer is not None and dx is not None:
@@ -294,9 +297,8 @@ _beside_graph: Any = torch.compiler.disable(_backward, reason="compiled autograd
 def _of_members(gradient: Tensor | None, count: int, packed: bool, trained: Sequence[int]) -> list[Tensor | None]:
     """Splits the gradient of a bias into its tensors; None for those without a gradient."""
     results: list[Tensor | None] = [None] * count
-    if gradient is None:
-        return results
-    parts = [gradient] if packed else gradient.unbind()
-    for at in trained:
-        results[at] = parts[at]
+    if gradient is not None:
+        parts = [gradient] if packed else gradient.unbind()
+        for at in trained:
+            results[at] = parts[at]
     return results

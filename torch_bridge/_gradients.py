@@ -192,10 +192,8 @@ class Route:
             made = gradient.new(self.trained, self.parts, packed=self.packed)
             if len(made) == self.parts:
                 return made
-            results: list[Tensor | None] = [None] * self.parts
-            for at, each in zip(self.trained, made, strict=True):
-                results[at] = each
-            return results
+            found = dict(zip(self.trained, made, strict=True))
+            return [found.get(at) for at in range(self.parts)]
         return main_grad.deliver(
             names_of(self.owner, self.owners, self.name),
             self.owners,

@@ -14,7 +14,7 @@ from tests import asserts, bounds
 from tests.torch_frontend.gradient_tools import as_argument, members_of, plain_gradient, stacked
 from tests.torch_frontend.nn_tools import CASE, EMPTY
 from tests.torch_frontend.torch_tools import counted_launches, leaf, operation, saved_tensors, small
-from torch_bridge import grouped_linear, main_grad
+from torch_bridge import grouped_linear, main_grad, nn
 
 
 class _Row(NamedTuple):
@@ -220,6 +220,44 @@ def test_autograd_grad_gives_none() -> None:
     y = grouped_linear(t.x, weight, t.sizes, wgrad_accum=torch.zeros(t.w.shape))
     (gradient,) = torch.autograd.grad(y, weight, t.dy, allow_unused=True)
     assert gradient is None
+
+
+@pytest.mark.rule("GRD-13", "ALL-4")
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_split_backward_accumulates_once(listed: bool, delayed: bool) -> None:
+    """Schedules of pipelines compute gradients of inputs first, those of weights later, by `torch.autograd.grad`."""
+    t = small()
+    options: dict[str, Any] = {"bias": False, "single_grouped_weight": not listed}
+    groups, columns, depth = t.w.shape
+    plain = nn.GroupedLinear(groups, depth, columns, **options)
+    layer: Any = nn.GroupedLinear(
+        *(groups, depth, columns), accumulate_into_main_grad=True, delay_wgrad_compute=delayed, **options
+    )
+    layer.load_state_dict(plain.state_dict())
+    parameters = list(layer.parameters())
+    for each in parameters:
+        each.main_grad = torch.zeros_like(each)
+    plain(t.x, t.sizes).backward(t.dy)
+    x = leaf(t.x)
+    y = layer(x, t.sizes)
+    torch.autograd.grad(y, x, t.dy, retain_graph=True)
+    assert not delayed or layer.pending_wgrads() == 0
+    assert not any(each.main_grad.any() for each in parameters)
+    torch.autograd.grad(y, parameters, t.dy, allow_unused=True)
+    if delayed:
+        layer.backward_dw()
+    for each, expected in zip(parameters, plain.parameters(), strict=True):
+        asserts.bitwise(each.main_grad, expected.grad)
+
+
+@pytest.mark.rule("GRD-13")
+def test_a_given_accumulator_is_written_by_every_backward() -> None:
+    t = small()
+    x, weight, accumulator = leaf(t.x), leaf(t.w), torch.zeros(t.w.shape)
+    torch.autograd.grad(grouped_linear(x, weight, t.sizes, wgrad_accum=accumulator), x, t.dy)
+    grouped_linear(t.x, weight, t.sizes).backward(t.dy)
+    asserts.bitwise(accumulator, weight.grad)
 
 
 @pytest.mark.rule("GRD-3")
