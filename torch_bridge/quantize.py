@@ -212,9 +212,7 @@ def update_scaling(state: ScalingState[Tensor], *, process_group: Any = None) ->
     if not is_compiling():
         refuse_vmap("update_scaling")
         if not state.scale.is_inference():
-            # Caches of weights compare that of the scales. The backward of a compiled call puts the whole history of
-            # its forward back, which autograd refuses once the history has another version.
-            torch.autograd.graph.increment_version([state.scale, state.history])
+            torch.autograd.graph.increment_version(state.scale)  # caches of weights compare it
     if process_group is not None:
         check_group("update_scaling", process_group)
         current = state.history[:, 0].contiguous()

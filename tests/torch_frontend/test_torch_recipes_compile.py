@@ -301,18 +301,6 @@ def test_the_step_of_states(algorithm: str) -> None:
         same(*([state.scale, state.history] for state in held))
 
 
-def test_a_state_that_moves_on_before_a_compiled_backward_is_refused() -> None:
-    """That backward would put the whole history of its forward back. Eager ones add their own amax alone."""
-    t = small()
-    state = scaling_state(DELAYED, t.w.shape[0])
-    recipe, weight = DELAYED.bind(state=state), leaf(t.w)
-    run = torch.compile(lambda x: grouped_linear(x, weight, t.sizes, recipe=recipe), backend="aot_eager")
-    y = run(leaf(t.x))
-    update_scaling(state)
-    with asserts.refused(RuntimeError, ["modified by an inplace operation"]):
-        y.backward(t.dy)
-
-
 @pytest.mark.parametrize(("form", "dynamic"), [("grouped_linear", None), ("grouped_mlp", True)])
 def test_rows_and_options_may_change(form: str, dynamic: bool | None) -> None:
     one = setup(form, False, recipe=recipes.MXFP8, **BF16)
