@@ -599,5 +599,8 @@ def merged(run: Runner, adapter: Adapter, w: Array, rows: Array, right: Array, s
             [G, N, r] as [G N, r] when transposed. right: the other one, [G, r, Y]. sizes: int32 [G], all K, or N.
     """
     op = Linear(linear_spec.Names(f"{adapter.name}[0]", f"{adapter.name}[1]"))
+    if not run.spec(rows).dtype == run.spec(right).dtype == run.spec(w).dtype:
+        # To round them to the dtype of w would be more than one rounding.
+        rows, right = run.cast(rows, "float32"), run.cast(right, "float32")
     low = _product(run, op, rows, right, 1, sizes, "float32")
     return add_rows(run, low, sizes, run.spec(w).dtype, base=run.cast(w, "float32"), factor=adapter.scaling)

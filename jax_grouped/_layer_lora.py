@@ -83,9 +83,6 @@ def merged(
 
 def _merged_here(scaling: float, weight: Array, a: Array, b: Array) -> Array:
     *groups, depth, columns = weight.shape
-    # Adapters of another dtype than the weight's are read in float32: rounding A and B would be more than one rounding.
-    read = weight.dtype if a.dtype == b.dtype == weight.dtype else jnp.float32
-    a, b = a.astype(read), b.astype(read)
     sizes = jnp.full((math.prod(groups),), depth, jnp.int32)
     rows = (weight.reshape(-1, columns), a.reshape(-1, a.shape[-1]), b.reshape(-1, *b.shape[-2:]), sizes)
     return lora.merged(RUN, Adapter(scaling=scaling), *rows).reshape(weight.shape)

@@ -97,7 +97,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """weight + scaling B A, [G, N, K], rounded once to the dtype of weight.
 
     Args:
-        weight: [G, N, K]. a: [G, r, K]. b: [G, N, r], of the dtype of a: that of weight or float32.
+        weight: [G, N, K]. a: [G, r, K]. b: [G, N, r].
     """
     groups, columns, depth = weight.shape
     sizes = torch.full((groups,), columns, dtype=torch.int32, device=weight.device)

@@ -32,7 +32,8 @@ def is_asked(ctx: Any, place: range) -> bool:
     """Whether this backward wants the gradient of any of these inputs; True for a weight that is no input."""
     if is_compiling() or not place:
         return True
+    nodes = ctx.next_functions  # made anew each time
     try:
-        return any(_executes(ctx.next_functions[at][0]) for at in place)
+        return any(_executes(nodes[at][0]) for at in place)
     except RuntimeError:  # a leaf that `torch.autograd.grad` is asked for, or a backward outside of autograd's engine
         return True

@@ -188,8 +188,7 @@ def convert(
     """
     flat, modules = _flattened(tree)
     _check_kinds(flat)
-    own = {place: mlp.activation.interleave for place, mlp in _mlps(modules).items()}
-    return checkpoint_tensors.converted(flat, source, target, interleave, _facts, TORCH, own)
+    return checkpoint_tensors.converted(flat, source, target, interleave, _facts, TORCH, _blocks(modules))
 
 
 def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., None]:
@@ -206,7 +205,7 @@ def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., No
     def hook(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         inside = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         targets = {key: _facts(value) for key, value in module.state_dict().items() if isinstance(value, Tensor)}
-        blocks = {place: mlp.activation.interleave for place, mlp in _mlps({"": module}).items()}
+        blocks = _blocks({"": module})
 
         def pair(place: str) -> tuple[int | None, int | None]:
             return fixed_or(source, given[0]), blocks.get(place, given[1])
@@ -298,6 +297,11 @@ def _mlps(modules: Mapping[str, Module]) -> dict[str, GroupedMLP]:
         for name, each in module.named_modules(remove_duplicate=False)
         if isinstance(each, GroupedMLP)
     }
+
+
+def _blocks(modules: Mapping[str, Module]) -> dict[str, int | None]:
+    """Returns for the path of each MLP the block in which its gate and linear columns alternate."""
+    return {place: mlp.activation.interleave for place, mlp in _mlps(modules).items()}
 
 
 def _check_numbered(modules: Mapping[str, Module]) -> None:

@@ -65,9 +65,7 @@ def merge(layer: Any) -> None:
         a, b = layer.local_factors()
         members = layer.plain_members()
         whole = members[0] if members[0].dim() == 3 else torch.stack(members)
-        # Adapters of another dtype than the weight's are read in float32: A and B must not be rounded too.
-        read = whole.dtype if a.dtype == b.dtype == whole.dtype else torch.float32
-        made = merged(whole, a.to(read), b.to(read), layer.lora.scaling)
+        made = merged(whole, a, b, layer.lora.scaling)
         layer.take_plain(list(made.unbind()) if len(members) > 1 or members[0].dim() == 2 else [made])
     for name in FACTORS:
         delattr(layer, name)
