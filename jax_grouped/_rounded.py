@@ -1,7 +1,8 @@
 """Sums of arrays with one rounding each, inside of jit as outside of it.
 
-XLA drops the rounding of a sum to bfloat16 if the caller widens the result afterwards (`xla_allow_excess_precision`),
-so the caller would get other bits inside of jit. A value that is rounded already loses nothing that way.
+XLA drops the rounding of a value to bfloat16 if the value is widened afterwards (`xla_allow_excess_precision`): that of
+an operand which the caller has just narrowed, and that of the sum if the caller widens it. So it would give other bits
+inside of jit. A value that is rounded already loses nothing that way.
 
 Letters: T tokens, H hidden size.
 """
@@ -23,9 +24,13 @@ def rounded_sum(a: Float[Array, "T H"], b: Float[Array, "T H"]) -> Float[Array, 
     """Returns a + b in their common dtype, rounded once."""
     dtype = jnp.result_type(a, b)
     if dtype == jnp.bfloat16:
-        wide = lax.reduce_precision(a.astype(jnp.float32) + b.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
-        return wide.astype(dtype)
+        return _to_bfloat16(_to_bfloat16(a.astype(jnp.float32)) + _to_bfloat16(b.astype(jnp.float32))).astype(dtype)
     return a + b  # float16 keeps its rounding (on a CPU, measured); reduce_precision would flush its subnormals
+
+
+def _to_bfloat16(x: Float[Array, "T H"]) -> Float[Array, "T H"]:
+    """Returns float32 values that bfloat16 can hold."""
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -49,12 +49,11 @@ class Step:
         return self.module(x, *extra)
 
     def run(self) -> list[Tensor]:
-        """y, and the gradients of rows and, if they go to autograd, of weights."""
+        """y, and the gradients of rows and, if they go to autograd, of weights, which are asked for in any case."""
         y = self.forward(self.x, self.probs, self.sizes)
-        wanted = [self.x, *([] if self.form == "GroupedLinear" else [self.probs])]
-        if not self.delays:
-            wanted += self.weights
-        return [y, *torch.autograd.grad(y, wanted, self.dy)]
+        wanted = [self.x, *([] if self.form == "GroupedLinear" else [self.probs]), *self.weights]
+        found = torch.autograd.grad(y, wanted, self.dy, allow_unused=self.delays)
+        return [y, *(each for each in found if each is not None)]
 
     @property
     def delays(self) -> bool:
