@@ -20,7 +20,7 @@
 // a launch behind.
 //
 // Memory and issue slots bound it about equally: gradients read 6 bytes per activated column and write 2 to 5, and take
-// some 370 instructions for eight columns of SwiGLU, more of the time the lower the clock is. So the loop over rows
+// some 350 instructions for eight columns of SwiGLU, more of the time the lower the clock is. So the loop over rows
 // is inside of the choice of a kind, where gated or not is a constant, and addresses go on by additions.
 #include "cc/device/quantize/activated_fp8.cuh"
 
@@ -59,20 +59,11 @@ __host__ __device__ inline int transposed_of(const ActivatedProblem& p) {
   return p.store.forms[1].values ? halves_of(p) + (has_activated(p) ? 1 : 0) : 0;
 }
 
-// Where the rows are that a thread asks for next, and how many of a tile there are.
-struct Sources {
-  const uint16_t *hidden, *grad;
-  int count;
-
-  __device__ Sources(const ActivatedProblem& p, const StoreTile& tile, bool exists) {
-    const Tile at;
-    count = exists && at.column < tile.columns ? tile.rows - at.row : 0;
-    const int column = count > 0 ? static_cast<int>(tile.column) + at.column : 0;
-    const int64_t row = tile.source + at.row;
-    hidden = static_cast<const uint16_t*>(p.hidden.data) + row * hidden_pitch(p) + p.hidden.gate_column(column);
-    grad = p.grad + row * p.hidden.width + column;
-  }
-};
+__device__ inline Sources sources_of(const ActivatedProblem& p, const StoreTile& tile, bool exists) {
+  const Tile at;
+  return Sources(p, tile.source + at.row, static_cast<int>(tile.column) + at.column,
+                 exists && at.column < tile.columns ? tile.rows - at.row : 0);
+}
 
 // Starts the loads of a row, whose place in the first ring is `to`, and goes on to the next. kGated is p.hidden.gated,
 // a constant where the kind of activation is one.
@@ -88,13 +79,11 @@ __device__ __forceinline__ void load_row(const ActivatedProblem& p, Sources& fro
 
 template <class T>
 __device__ inline uint2 codes_of(const uint4& bits, float factor) {
-  uint32_t pairs[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    pairs[i] = encode_pair<T>(fl_mul(value_at<DType::bf16>(bits, 2 * i), factor),
-                              fl_mul(value_at<DType::bf16>(bits, 2 * i + 1), factor));
-  }
-  return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+  const auto pair = [&](int i) {
+    return encode_pair<T>(fl_mul(value_at<DType::bf16>(bits, i), factor),
+                          fl_mul(value_at<DType::bf16>(bits, i + 1), factor));
+  };
+  return make_uint2(joined(pair(0), pair(2)), joined(pair(4), pair(6)));
 }
 
 __device__ inline uint32_t larger(uint32_t found, const uint4& bits) {
@@ -111,14 +100,23 @@ struct Largest {
   uint32_t result, activated;
 };
 
+// Whether a call wants both forms of gradients, and nothing in plain.
+__device__ inline bool is_usual(const ActivatedProblem& p) {
+  return p.store.forms[0].values && p.store.forms[1].values && !p.activated && !p.result;
+}
+
 // Rows of a tile, while the first of `next` are asked for: amaxes alone, or codes too, in `transposed` those of each
-// half of the result and of act(h).
-template <bool kGrad, bool kStore>
-__device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, const StoreTile& tile,
-                                                 const StoreTile& next, bool loads, Ring* ring, Codes* transposed) {
+// half of the result and of act(h). kUsual: is_usual(), which leaves most branches out of a row.
+template <ActivationKind kKind, bool kGrad, bool kStore, bool kUsual>
+__device__ __forceinline__ Largest activate_rows_of(const ActivatedProblem& p, const StoreTile& tile,
+                                                    const StoreTile& next, bool loads, Ring* ring, Codes* transposed) {
+  using Act = ActivationOf<kKind>;
+  constexpr bool kGated = is_gated(kKind), kTwo = kGrad && kGated;
+  constexpr int kCodes = sizeof(Codes) / sizeof(uint2);
   const Tile at;
-  const bool by_rows = kStore && p.store.forms[0].values != nullptr;
-  const bool by_columns = kStore && p.store.forms[1].values != nullptr, sees = !kStore || p.store.measure;
+  const bool by_rows = kStore && (kUsual || p.store.forms[0].values);
+  const bool by_columns = kStore && (kUsual || p.store.forms[1].values);
+  const bool sees = !kStore || p.store.measure, plain = kGrad && kStore && !kUsual;
   const bool stores_activated = kGrad && kStore && has_activated(p);
   const bool sees_activated = kGrad && !kStore && p.activated_amax != nullptr;
   const bool sums = kGrad && kStore && p.partials != nullptr;
@@ -131,76 +129,85 @@ __device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, cons
   if (stores_activated) activated_factor = factor_of(p.store_activated, tile.group);
   uint8_t* codes = p.store.forms[0].values + source * p.store.forms[0].pitch + first;
   uint2* const first_place = transposed->place(at.row, at.column);
-  Sources ahead(p, tile, true);
+  Sources ahead = sources_of(p, tile, true);
   ahead.hidden += kAhead * pitch, ahead.grad += kAhead * width;
   uint32_t largest = 0, largest_activated = 0;
 
-  with_activation(p.spec.kind, [&](auto kind) {
-    using Act = ActivationOf<decltype(kind)::value>;
-    constexpr bool kGated = is_gated(decltype(kind)::value), kTwo = kGrad && kGated;
-    constexpr int kCodes = sizeof(Codes) / sizeof(uint2);
-    const auto encode = [&](const uint4& low, const uint4& high, uint2(&made)[2]) {
-      with_type(p.store.type, [&](auto type) {
-        made[0] = codes_of<decltype(type)>(low, factor);
-        if (kTwo) made[1] = codes_of<decltype(type)>(high, factor);
-      });
-    };
-    const auto encode_activated = [&](const uint4& bits) {
-      uint2 made;
-      with_type(p.store_activated.type, [&](auto type) { made = codes_of<decltype(type)>(bits, activated_factor); });
-      return made;
-    };
-    // Padding holds the codes of zeros.
-    uint2 none[2] = {}, none_activated = {};
-    if (by_columns) encode(uint4{}, uint4{}, none);
-    if (stores_activated) none_activated = encode_activated(uint4{});
+  const auto encode = [&](const uint4& low, const uint4& high, uint2(&made)[2]) {
+    with_type(p.store.type, [&](auto type) {
+      made[0] = codes_of<decltype(type)>(low, factor);
+      if (kTwo) made[1] = codes_of<decltype(type)>(high, factor);
+    });
+  };
+  const auto encode_activated = [&](const uint4& bits) {
+    uint2 made;
+    with_type(p.store_activated.type, [&](auto type) { made = codes_of<decltype(type)>(bits, activated_factor); });
+    return made;
+  };
+  // Padding holds the codes of zeros.
+  uint2 none[2] = {}, none_activated = {};
+  if (by_columns) encode(uint4{}, uint4{}, none);
+  if (stores_activated) none_activated = encode_activated(uint4{});
 #pragma unroll 1
-    for (int i = 0; i < kVector; ++i) {
-      wait_copies<kAhead - 1>();
-      uint4* mine = &ring[0][i % kAhead][threadIdx.x];
-      uint4 gate = mine[0], linear = {}, t = {};
-      if (kGated) linear = mine[kRing];
-      if (kGrad) t = mine[(kGated ? 2 : 1) * kRing];
-      if (i == kVector - kAhead) ahead = Sources(p, next, loads);
-      load_row<kGrad, kGated>(p, ahead, (i + kAhead) % kVector < ahead.count, mine);  // where row i was
-      uint2 made[2] = {none[0], none[1]}, made_activated = none_activated;
-      float sum = 0.0f;
-      if (i < count) {
-        const float scale = p.row_scale ? p.row_scale[source + i] : 1.0f;
-        if constexpr (kGrad) {
-          sum = gradient_row<Act>(p.spec, gate, linear, t, scale, sums);
-        } else {
-          gate = activated_row<Act>(p.spec, gate, linear, scale);
-        }
-        if (sees) largest = larger(largest, gate);
-        if (sees && kTwo) largest = larger(largest, linear);
-        if (sees_activated) largest_activated = larger(largest_activated, t);
-        if (kStore) encode(gate, linear, made);
-        if (by_rows) {
-          uint8_t* to = codes + i * p.store.forms[0].pitch;
-          *reinterpret_cast<uint2*>(to) = made[0];
-          if (kTwo) *reinterpret_cast<uint2*>(to + block) = made[1];
-        }
-        if (stores_activated) made_activated = encode_activated(t);
-        if (kGrad && kStore && p.activated) {
-          *reinterpret_cast<uint4*>(p.activated + (source + i) * width + column) = t;
-        }
-        if (kGrad && kStore && p.result) {
-          uint16_t* to = p.result + (source + i) * pitch + first;
-          *reinterpret_cast<uint4*>(to) = gate;
-          if (kGated) *reinterpret_cast<uint4*>(to + block) = linear;
-        }
+  for (int i = 0; i < kVector; ++i) {
+    wait_copies<kAhead - 1>();
+    uint4* mine = &ring[0][i % kAhead][threadIdx.x];
+    uint4 gate = mine[0], linear = {}, t = {};
+    if (kGated) linear = mine[kRing];
+    if (kGrad) t = mine[(kGated ? 2 : 1) * kRing];
+    if (i == kVector - kAhead) ahead = sources_of(p, next, loads);
+    load_row<kGrad, kGated>(p, ahead, (i + kAhead) % kVector < ahead.count, mine);  // where row i was
+    uint2 made[2] = {none[0], none[1]}, made_activated = none_activated;
+    float sum = 0.0f;
+    if (i < count) {
+      const float scale = p.row_scale ? p.row_scale[source + i] : 1.0f;
+      if constexpr (kGrad) {
+        sum = gradient_row<Act>(p.spec, gate, linear, t, scale, sums);
+      } else {
+        gate = activated_row<Act>(p.spec, gate, linear, scale);
       }
-      if (by_columns) {
-        uint2* place = first_place + i * Codes::kPitch;
-        place[0] = made[0];
-        if (kTwo) place[kCodes] = made[1];
-        if (stores_activated) place[(kTwo ? 2 : 1) * kCodes] = made_activated;
+      if (sees) largest = larger(largest, gate);
+      if (sees && kTwo) largest = larger(largest, linear);
+      if (sees_activated) largest_activated = larger(largest_activated, t);
+      if (kStore) encode(gate, linear, made);
+      if (by_rows) {
+        uint8_t* to = codes + i * p.store.forms[0].pitch;
+        *reinterpret_cast<uint2*>(to) = made[0];
+        if (kTwo) *reinterpret_cast<uint2*>(to + block) = made[1];
       }
-      if (sums) put_partial(sum, p.partials + tile.column / kStoreColumns * p.store.rows + source + i, i < rows);
+      if (stores_activated) made_activated = encode_activated(t);
+      if (plain && p.activated) {
+        *reinterpret_cast<uint4*>(p.activated + (source + i) * width + column) = t;
+      }
+      if (plain && p.result) {
+        uint16_t* to = p.result + (source + i) * pitch + first;
+        *reinterpret_cast<uint4*>(to) = gate;
+        if (kGated) *reinterpret_cast<uint4*>(to + block) = linear;
+      }
     }
-  });
+    if (by_columns) {
+      uint2* place = first_place + i * Codes::kPitch;
+      place[0] = made[0];
+      if (kTwo) place[kCodes] = made[1];
+      if (stores_activated) place[(kTwo ? 2 : 1) * kCodes] = made_activated;
+    }
+    if (sums) {
+      sum = sum_of_lanes<kLanes>(sum);
+      if (threadIdx.x % kLanes == 0 && i < rows)
+        p.partials[tile.column / kStoreColumns * p.store.rows + source + i] = sum;
+    }
+  }
   return {both(largest), both(largest_activated)};
+}
+
+template <bool kGrad, bool kStore, bool kUsual>
+__device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, const StoreTile& tile,
+                                                 const StoreTile& next, bool loads, Ring* ring, Codes* transposed) {
+  Largest largest = {};
+  with_activation(p.spec.kind, [&](auto kind) {
+    largest = activate_rows_of<kind, kGrad, kStore, kUsual>(p, tile, next, loads, ring, transposed);
+  });
+  return largest;
 }
 
 // Transposed codes of a tile to lines of `rows` bytes, a multiple of 16.
@@ -231,7 +238,7 @@ __device__ inline void put_lines(const StoreProblem& p, const StoreTile& tile, c
 // Asks for the first rows of a tile that none goes before.
 template <bool kGrad>
 __device__ __forceinline__ void begin_tile(const ActivatedProblem& p, const StoreTile& tile, Ring* ring) {
-  Sources from(p, tile, true);
+  Sources from = sources_of(p, tile, true);
 #pragma unroll 1
   for (int i = 0; i < kAhead; ++i) {
     uint4* to = &ring[0][i][threadIdx.x];
@@ -253,7 +260,7 @@ __device__ __noinline__ void start_groups(const ActivatedProblem& p, uint32_t co
     if (tile.group == p.store.scan.count || has_started(p.store, tile.group)) return true;
     begin_tile<kGrad>(p, tile, ring);
     Codes* const none = reinterpret_cast<Codes*>(ring);  // of amaxes alone there are no codes
-    const Largest largest = activate_rows<kGrad, false>(p, tile, tile, false, ring, none);
+    const Largest largest = activate_rows<kGrad, false, false>(p, tile, tile, false, ring, none);
     wait_all_copies();
     raise_amax(p.store.scan.amax + tile.group, amax_of<DType::bf16>(largest.result));
     if (kGrad && p.activated_amax) raise_amax(p.activated_amax + tile.group, amax_of<DType::bf16>(largest.activated));
@@ -299,7 +306,9 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
       turns.meet();
       continue;
     }
-    const Largest largest = activate_rows<kGrad, kStore>(p, tile, next, loads, ring, transposed);
+    const Largest largest = kGrad && kStore && is_usual(p) ? activate_rows < kGrad, kStore,
+                  kGrad && kStore > (p, tile, next, loads, ring, transposed)
+        : activate_rows<kGrad, kStore, false>(p, tile, next, loads, ring, transposed);
     turns.meet();
     if (!kStore || p.store.measure) turns.see(amax_of<DType::bf16>(largest.result), tile.group);
     if (kGrad && !kStore && p.activated_amax) turns.see_other(amax_of<DType::bf16>(largest.activated));

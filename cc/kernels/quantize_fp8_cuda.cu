@@ -125,7 +125,7 @@ __device__ inline float square_factor(const StoreProblem& p, const StoreTile& ti
   uint32_t amax = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) amax = max(amax, s->warp_amax[w]);
-  const BlockScale of_block = scale_of(p, amax_of<kFrom>(amax));
+  const BlockScale of_block = scale_of<kStoreRows>(p, amax_of<kFrom>(amax));
   const int64_t row = tile.row / kStoreRows, column = tile.column / kStoreColumns;
   if (threadIdx.x == 0) {
     for (const QuantizedForm& form : p.forms) {

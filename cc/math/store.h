@@ -61,18 +61,22 @@ GROUPED_HOST_DEVICE static inline GroupScale delayed_group_scale(const StoreRule
   return {e, scale_inv(e)};
 }
 
+GROUPED_HOST_DEVICE static inline BlockScale fp32_block_scale(const Fp32ScaleRule& rule, uint32_t amax) {
+  const float e = fp32_scale(bits_float(amax), rule);
+  return {e, float_bits(rule.power_of_two ? scale_inv_of_power_of_two(e) : scale_inv(e))};
+}
+
+template <class T>
+GROUPED_HOST_DEVICE static inline BlockScale e8m0_block_scale(uint32_t amax) {
+  const uint8_t code = e8m0_code<T>(bits_float(amax));
+  return {e8m0_scale(code), code};
+}
+
 template <class T>
 GROUPED_HOST_DEVICE static inline BlockScale block_scale(const StoreRule& rule, uint32_t amax, GroupScale group) {
-  const float a = bits_float(amax);
-  if (rule.kind == ScaleRule::fp32) {
-    const float e = fp32_scale(a, rule.fp32);
-    return {e, float_bits(rule.fp32.power_of_two ? scale_inv_of_power_of_two(e) : scale_inv(e))};
-  }
-  if (rule.kind == ScaleRule::e8m0) {
-    const uint8_t code = e8m0_code<T>(a);
-    return {e8m0_scale(code), code};
-  }
-  const uint8_t code = nvfp4_block_scale_inv(a, group.scale, 1.0f);
+  if (rule.kind == ScaleRule::fp32) return fp32_block_scale(rule.fp32, amax);
+  if (rule.kind == ScaleRule::e8m0) return e8m0_block_scale<T>(amax);
+  const uint8_t code = nvfp4_block_scale_inv(bits_float(amax), group.scale, 1.0f);
   return {nvfp4_block_scale(code, group.scale_inv), code};
 }
 

@@ -25,11 +25,12 @@ struct ActivatedProblem {
   int32_t* valid_rows;  // set to the first tail row
   bool clear_tail;
   int straddle;  // linear columns in the block of 128 that has the last gates; 0: halves of whole blocks, or no matter
+  bool exchanges_over_slot;  // shared memory has no room for what threads exchange but that of an operand
 };
 
 // What a block has in shared memory beside rows and codes, which come before it, and the table, which follows it.
 struct ActivatedShared {
-  StoreTile next[kStoreWarps];
+  StoreTile next[kStoreWarps];  // of each warp, or of turns
   int64_t sums[34];
   Turns::Shared turns;
 };
@@ -50,6 +51,18 @@ __host__ __device__ inline bool has_activated(const ActivatedProblem& p) {
 __device__ inline int64_t hidden_pitch(const ActivatedProblem& p) {
   return p.hidden.gated ? 2 * int64_t{p.hidden.width} : int64_t{p.hidden.width};
 }
+
+// Where rows are that a thread asks for next, of one activated column vector, and how many there are.
+struct Sources {
+  const uint16_t *hidden, *grad;
+  int count;
+
+  __device__ Sources(const ActivatedProblem& p, int64_t row, int column, int count) : count(count) {
+    if (count <= 0) column = 0;
+    hidden = static_cast<const uint16_t*>(p.hidden.data) + row * hidden_pitch(p) + p.hidden.gate_column(column);
+    grad = p.grad + row * p.hidden.width + column;
+  }
+};
 
 __device__ inline uint4 rounded(const float (&v)[kVector]) {
   const Stored8 bits = encode_stored(v, DType::bf16);
@@ -102,11 +115,12 @@ __device__ inline float gradient_row(const ActivationSpec& spec, uint4& gate, ui
   return sum;
 }
 
-// A row's sum over the lanes that share it, of which the first writes it.
-__device__ inline void put_partial(float sum, float* to, bool exists) {
+// A row's sum over the kCount lanes of a warp that share it.
+template <int kCount>
+__device__ inline float sum_of_lanes(float sum) {
 #pragma unroll
-  for (int d = kLanes / 2; d > 0; d /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
-  if (threadIdx.x % kLanes == 0 && exists) *to = sum;
+  for (int d = 1; d < kCount; d *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+  return sum;
 }
 
 // Where the result's columns of a tile are, of each half. Where a block straddles the halves, the tile of the last
@@ -125,16 +139,16 @@ __device__ inline StoreTile result_tile(const ActivatedProblem& p, const StoreTi
 
 // A tile of the tail: zeros, in the plain results where they are to be cleared.
 __device__ inline void activate_nothing(const ActivatedProblem& p, const StoreTile& tile) {
+  const int threads = blockDim.x;
   for (int half = 0; half < halves_of(p); ++half) {
-    store_nothing(p.store, result_tile(p, tile, half), kStoreRows, kStoreThreads);
+    store_nothing(p.store, result_tile(p, tile, half), kStoreRows, threads);
   }
-  if (has_activated(p)) store_nothing(p.store_activated, tile, kStoreRows, kStoreThreads);
-  const Shape<false> at;
-  const int column = static_cast<int>(tile.column) + at.column;
-  if (!p.clear_tail || at.column >= tile.columns) return;
-  for (int i = 0; i < kVector; ++i) {
-    const int64_t row = tile.source + at.row + i;
-    if (row >= p.store.rows) return;
+  if (has_activated(p)) store_nothing(p.store_activated, tile, kStoreRows, threads);
+  if (!p.clear_tail) return;
+  for (int item = threadIdx.x; item < kStoreRows * kLanes; item += threads) {
+    const int lane = item % kLanes * kVector, column = static_cast<int>(tile.column) + lane;
+    const int64_t row = tile.source + item / kLanes;
+    if (lane >= tile.columns || row >= p.store.rows) continue;
     if (p.activated) *reinterpret_cast<uint4*>(p.activated + row * p.hidden.width + column) = uint4{};
     if (p.result) {
       uint16_t* to = p.result + row * hidden_pitch(p) + p.hidden.gate_column(column);
@@ -151,8 +165,7 @@ inline int64_t column_tiles_of(int64_t width) { return divide_up(width, kStoreCo
 // What a block has beside ActivatedShared and the table, in tiles of codes: rows of its operands, and where a scale
 // belongs to a group the codes of so many results.
 constexpr int kActivatedUnit = kStoreRows * kStoreColumns;
-__host__ __device__ constexpr int slots_for(int operands) { return operands > 2 ? 3 : 2; }
-constexpr int units_with_block_scales(int operands) { return 2 * slots_for(operands); }
+constexpr int units_with_block_scales(int operands) { return 2 * operands; }
 constexpr int units_with_group_scales(int operands, int transposed) { return operands + transposed; }
 
 // Launches kKernel, whose blocks have `bytes` of shared memory and a table of the groups behind.

@@ -44,9 +44,11 @@ struct ColumnScratch {
   float factors[kStoreRows / 32][kStoreColumns];
 };
 
+// Blocks of 32 have scales of powers of two in 8 bits, others of 32.
+template <int kBlock>
 __device__ inline BlockScale scale_of(const StoreProblem& p, uint32_t amax) {
-  const GroupScale none = {1.0f, 1.0f};
-  return p.type == DType::e5m2 ? block_scale<E5M2>(p.rule, amax, none) : block_scale<E4M3>(p.rule, amax, none);
+  if constexpr (kBlock != 32) return fp32_block_scale(p.rule.fp32, amax);
+  return p.type == DType::e5m2 ? e8m0_block_scale<E5M2>(amax) : e8m0_block_scale<E4M3>(amax);
 }
 
 // Amaxes of this thread's 8 rows over the lanes that share a block of kBlock columns, fp32 bits. Each step halves what
@@ -64,9 +66,7 @@ struct RowAmaxes {
   __device__ explicit RowAmaxes(const uint4 (&raw)[kVector]) {
     uint32_t pair[4];  // rows i and i + 4
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      pair[i] = largest_of(raw[i]) | largest_of(raw[i + 4]) << 16;
-    }
+    for (int i = 0; i < 4; ++i) pair[i] = largest_of(raw[i], raw[i + 4]);
     const uint32_t keep0 = upper ? pair[2] : pair[0], keep1 = upper ? pair[3] : pair[1];
     const uint32_t send0 = upper ? pair[0] : pair[2], send1 = upper ? pair[1] : pair[3];
     const uint32_t two0 = __vmaxu2(keep0, __shfl_xor_sync(~0u, send0, kFirst));
@@ -116,7 +116,7 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
     float e[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const BlockScale of_block = scale_of(p, amaxes.found[k]);
+      const BlockScale of_block = scale_of<kBlock>(p, amaxes.found[k]);
       e[k] = of_block.scale;
       if (at.row + word + 4 * k < tile.rows && at.column / 32 * 32 < tile.columns) {
         put_scale(p.forms[0].scales, false,
@@ -131,7 +131,7 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
     }
   } else {
     const int high = lane & 1;  // of the word's two rows, which lane has which
-    const BlockScale of_block = scale_of(p, amaxes.found[0]);
+    const BlockScale of_block = scale_of<kBlock>(p, amaxes.found[0]);
     if (at.row + word + 4 * high < tile.rows && !(lane & 2) && at.column / kBlock * kBlock < tile.columns) {
       put_scale(p.forms[0].scales, true,
                 p.forms[0].place.at(0, row + 4 * high, static_cast<uint32_t>(tile.column + at.column) / kBlock),
@@ -143,6 +143,13 @@ __device__ inline void row_factors(const StoreProblem& p, const StoreTile& tile,
       factors[i] = __shfl_sync(~0u, of_block.scale, from);
     }
   }
+}
+
+// Two pairs of codes: what makes the first can add it to the second, in one instruction.
+__device__ inline uint32_t joined(uint16_t first, uint16_t second) {
+  uint32_t word;
+  asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(first), "h"(second));
+  return word;
 }
 
 // Codes of `rows` rows; the factor of value c of row i is factor(i, c).
@@ -191,7 +198,7 @@ __device__ inline void column_factors(const StoreProblem& p, const StoreTile& ti
     for (int w = 0; w < kBlockWarps; ++w) {
       amax = max(amax, uint32_t{reinterpret_cast<const Magnitude*>(s->amax[b * kBlockWarps + w])[column]});
     }
-    const BlockScale of_block = scale_of(p, amax_of<kFrom>(amax));
+    const BlockScale of_block = scale_of<kBlock>(p, amax_of<kFrom>(amax));
     s->factors[b][column] = of_block.scale;
     if (column < tile.columns && b * kBlock < rows) {
       const uint32_t first = static_cast<uint32_t>(p.ragged ? tile.padded : tile.row);

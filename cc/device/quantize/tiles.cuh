@@ -134,7 +134,11 @@ class Turns {
   }
   // The item of the next turn.
   __device__ uint32_t next() const { return s_->item[odd_ ^ 1]; }
+  // Behind meet(): that of the turn behind it.
+  __device__ uint32_t after_next() const { return s_->item[odd_]; }
+  __device__ int odd() const { return odd_; }
 
+  // Draws what meet() tells: called well before it, as the counter takes a while to answer.
   __device__ void draw() {
     if (threadIdx.x == 0 && drawn_) item_ = 2 * gridDim.x + atomicAdd(drawn_, 1u);
   }
@@ -323,9 +327,16 @@ __device__ inline Floats8 larger_of(const Floats8& a, const Floats8& v) {
 
 __device__ inline uint32_t both(uint32_t pair) { return max(pair & 0xFFFFu, pair >> 16); }
 
+// The largest magnitudes of values 0, 2, 4, 6 and of values 1, 3, 5, 7.
+__device__ inline uint32_t largest_pair_of(const uint4& v) {
+  return __vmaxu2(__vmaxu2(v.x & kMagnitudes, v.y & kMagnitudes), __vmaxu2(v.z & kMagnitudes, v.w & kMagnitudes));
+}
 // The largest magnitude of eight values, as the source has it.
-__device__ inline uint32_t largest_of(const uint4& v) {
-  return both(__vmaxu2(__vmaxu2(v.x & kMagnitudes, v.y & kMagnitudes), __vmaxu2(v.z & kMagnitudes, v.w & kMagnitudes)));
+__device__ inline uint32_t largest_of(const uint4& v) { return both(largest_pair_of(v)); }
+// Of two rows, the first in the low half.
+__device__ inline uint32_t largest_of(const uint4& v, const uint4& w) {
+  const uint32_t low = largest_pair_of(v), high = largest_pair_of(w);
+  return __vmaxu2(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
 }
 __device__ inline uint32_t largest_float(const uint4& v) {
   return max(max(v.x & kMagnitude, v.y & kMagnitude), max(v.z & kMagnitude, v.w & kMagnitude));
