@@ -306,9 +306,10 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
       turns.meet();
       continue;
     }
-    const Largest largest = kGrad && kStore && is_usual(p) ? activate_rows < kGrad, kStore,
-                  kGrad && kStore > (p, tile, next, loads, ring, transposed)
-        : activate_rows<kGrad, kStore, false>(p, tile, next, loads, ring, transposed);
+    constexpr bool kBoth = kGrad && kStore;
+    const Largest largest = kBoth && is_usual(p)
+                                ? activate_rows<kGrad, kStore, kBoth>(p, tile, next, loads, ring, transposed)
+                                : activate_rows<kGrad, kStore, false>(p, tile, next, loads, ring, transposed);
     turns.meet();
     if (!kStore || p.store.measure) turns.see(amax_of<DType::bf16>(largest.result), tile.group);
     if (kGrad && !kStore && p.activated_amax) turns.see_other(amax_of<DType::bf16>(largest.activated));

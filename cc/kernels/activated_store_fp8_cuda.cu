@@ -9,23 +9,24 @@
 //        the linear half, act(h) over dz; beside, where wanted: act(h) and the plain gradients to memory, <dz, act(h)>
 //        to a partial sum of the row and column tile
 //   rows alone: a warp has 16 whole rows --> 32 registers --> as in quantize_fp8_cuda.cu
-//   with columns: a warp has 32 rows x 64 columns; act(h) goes back into registers
+//   with columns: a warp has 32 rows x 64 columns
 //        amaxes of all that is stored, over the lanes that share rows and columns --> 4 KiB of shared memory
-//        --barrier--> two or three scales per thread --> 2.5 KiB of factors --barrier-->
+//        --barrier--> up to three scales per thread --> 2.5 KiB of factors --barrier-->
 //        for act(h), if its transposed codes are wanted beside gradients, and for each half of the result: two rows at
 //        a time, decoded once --> codes of both forms --> rows: 8 bytes per lane, 64 per row; columns: 8 bytes per
 //        lane, a sector of 32 for four lanes, so that nothing is transposed through shared memory
 //
 // Where F is no multiple of 128, a block of scales along rows has the last gates and the first linear columns. The tile
 // of these gates then draws these linear columns too, into the lanes that would have nothing, and the linear half's
-// tiles are shifted by as many columns (`straddle`), so that each is whole blocks: the slots of a tile's first linear
-// columns get the linear gradients behind its own columns, from memory, where its neighbours, which are under way, have
-// just read them, and the half is read rotated.
+// tiles are shifted by as many columns (`straddle`), so that each is whole blocks. Slot `lane` of the linear half has
+// column 8 * lane of the tile, but the first straddle / 8 slots have columns behind the tile, 128 + 8 * lane: their
+// gradients are made from memory, where the neighbours of the tile, which are under way, have just read it. Codes are
+// read from slot straddle / 8 on, and then from the first ones.
 //
-// Two blocks per SM of Hopper (128 registers, at most 112 KiB, with up to 650 groups), of act(h) along rows alone three
-// (80 registers). Where a block has 99 KiB, what threads exchange takes the place of dz. Row sums are added by a launch
-// behind. Gradients read 6 bytes per activated column and write 2 to 5; instructions, of which a value of SwiGLU's
-// gradients takes 65 in all, take longer than these.
+// Two blocks per SM of Hopper (128 registers, at most 113 KiB), of act(h) along rows alone three (80 registers). From
+// 745 groups on, and where a block has 99 KiB, what threads exchange takes the place of dz. Row sums are added by a
+// launch behind. Gradients read 6 bytes per activated column and write 2 to 5; instructions, of which a value of
+// SwiGLU's gradients takes 65 in all, take longer than these.
 #include <algorithm>
 #include <string>
 #include <type_traits>
@@ -88,6 +89,9 @@ struct Exchange {
   uint16_t rows[2][Sectors::kColumnWarps][kStoreRows];         // amaxes by the columns that a warp has
   float sums[Sectors::kColumnWarps][kStoreRows];               // the same, of <dz, act(h)>
 };
+// Rows of each thread that it covers, where it has the memory of an operand.
+constexpr int kCovered = 2;
+static_assert(sizeof(Exchange) <= kCovered * sizeof(uint4) * kStoreThreads);
 
 // The activated columns that a thread draws: its own of the tile, or, behind the last of them, the first ones, whose
 // linear gradients belong to the block of the last gates.
@@ -149,7 +153,7 @@ __device__ __forceinline__ void activated_tile(const Problem& p, const StoreTile
 
 // Gradients of a tile's rows; act(h) over dz, where it is stored as well. Returns, if sums of rows are wanted, that of
 // row kept_row() over the columns of this warp. kBeside: rows may be wanted in plain too, or
-// lanes draw columns of another block; without it a row has a fifth less instructions.
+// lanes draw columns of another block; without it a row has a fifth fewer instructions.
 template <ActivationKind kKind, bool kBeside, class Tile>
 __device__ __forceinline__ float gradients_of_tile(const Problem& p, const StoreTile& tile, Slots* slots) {
   using Act = ActivationOf<kKind>;
@@ -348,7 +352,7 @@ __device__ inline void put_factors(const Problem& p, const StoreTile& tile, Exch
   if (half != 0) return;
   if (has_activated(p)) put_column_factor(p.store_activated, tile, kOfActivated, item, e);
   if (p.partials && item < tile.rows) {
-    // In the order of sum_of_lanes().
+    // As the last step of sum_of_lanes() over all 16 lanes of a row.
     p.partials[tile.column / kStoreColumns * p.store.rows + tile.source + item] =
         __fadd_rn(e->sums[0][item], e->sums[1][item]);
   }
@@ -361,7 +365,6 @@ __device__ inline void put_codes(const StoreProblem& p, const StoreTile& tile, c
   const Sectors at;
   const bool exists = at.column < tile.columns;
   const int count = exists ? tile.rows - at.row : 0;
-  const int padded = p.segment ? (tile.rows + p.segment - 1) / p.segment * p.segment : tile.rows;
   float by_column[kVector], by_row[kVector];
   const auto take_eight = [](const float* from, float (&to)[kVector]) {
     const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
@@ -396,7 +399,7 @@ __device__ inline void put_codes(const StoreProblem& p, const StoreTile& tile, c
       if (i % 4 == 0) words[c][i / 4] = joined(pair, second[c]);
     }
   }
-  if (!exists || at.row >= padded) return;
+  if (!exists) return;  // rows that do not exist are padding, as segments are whole blocks
   uint8_t* const line = p.forms[1].values + (tile.column + at.column) * pitch + tile.padded + at.row;
 #pragma unroll
   for (int c = 0; c < kVector; ++c) {
@@ -443,16 +446,20 @@ __global__ void __launch_bounds__(kStoreThreads, (kBlocks<kGrad, kForms>))
   const int activated = operands - 1;  // over dz
   for (; tile.group <= count; turns.advance()) {
     const bool exists = tile.group < count;  // or it is of the tail
-    EightRows raw, of_activated;
+    EightRows raw;
+    uint4 covered[kCovered];
     uint32_t amax = 0;
     wait_all_copies();
     if (exists) {
       const float sum = activate_tile<kGrad, kForms, Tile>(p, tile, slots);
       if constexpr (kByColumns) {
-        if (stores_activated) take_rows<Tile>(p, slots, activated, of_activated);
+        if (stores_activated) take_rows<Tile>(p, slots, activated, raw);
         if (over) __syncthreads();  // all threads are done with the slots of dz
         if (p.partials) put_row_sum(sum, e);
-        if (stores_activated) put_amaxes<false>(of_activated, kOfActivated, e);
+        if (stores_activated) {
+          put_amaxes<false>(raw, kOfActivated, e);
+          for (int i = 0; i < kCovered; ++i) covered[i] = raw[i];
+        }
 #pragma unroll 1
         for (int half = 0; half < halves; ++half) {
           take_rows<Tile>(p, slots, half, raw);
@@ -474,15 +481,19 @@ __global__ void __launch_bounds__(kStoreThreads, (kBlocks<kGrad, kForms>))
       for (int i = 0; i < operands && loads; ++i) load_operand(p, ahead, i, slots);
     } else {
       // The next tile's operands take the place of what is not read any more.
-      for (int i = halves; i < operands - (over ? 1 : 0) && loads; ++i) load_operand(p, ahead, i, slots);
+      const int free = operands - (stores_activated || over ? 1 : 0);
+      for (int i = halves; i < free && loads; ++i) load_operand(p, ahead, i, slots);
       if constexpr (kByColumns) {
         if (p.store.measure) turns.see(amax_of<DType::bf16>(amax), tile.group);
         put_factors<kForms>(p, tile, e);
         look_for(turns.after_next(), behind);
         __syncthreads();
         if (stores_activated) {
+          take_rows<Tile>(p, slots, activated, raw);
+          for (int i = 0; i < kCovered; ++i) raw[i] = covered[i];
+          if (loads && !over) load_operand(p, ahead, activated, slots);
           with_type(p.store_activated.type, [&](auto type) {
-            put_codes<decltype(type), kColumns>(p.store_activated, tile, of_activated, kOfActivated, e);
+            put_codes<decltype(type), kColumns>(p.store_activated, tile, raw, kOfActivated, e);
           });
         }
       } else {
@@ -516,12 +527,14 @@ int64_t activated_width(const ActivatedStore& call, bool gated) { return call.hi
 template <bool kGrad, int kForms>
 void run(const ActivatedStore& call, Problem p, const LaunchOptions& how) {
   constexpr int kExchange = kForms & kColumns ? sizeof(Exchange) : 0, kSlots = sizeof(Slots);
-  static_assert(kSlots == kActivatedUnit * units_with_block_scales(1) && kExchange <= kSlots);
+  static_assert(kSlots == kActivatedUnit * units_with_block_scales(1));
+  constexpr int kMost = kBlocks<kGrad, kForms>;
   int bytes = operands_of(p) * kSlots + static_cast<int>(sizeof(Shared));
-  p.exchanges_over_slot = bytes + kExchange + GroupTable::bytes(p.store) > shared_memory_of_block();
+  const int least = bytes + GroupTable::bytes(p.store);
+  p.exchanges_over_slot = kGrad && blocks_of_sm(kMost, least + kExchange) < blocks_of_sm(kMost, least);
   if (!p.exchanges_over_slot) bytes += kExchange;
   run_activated<store_activated_blocks<kGrad, kForms>>(
-      call, p, kBlocks<kGrad, kForms>, (kGrad ? 3 : 2) * kSlots + kExchange + sizeof(Shared), bytes, how);
+      call, p, kMost, (kGrad ? 3 : 2) * kSlots + kExchange + sizeof(Shared), bytes, how);
 }
 
 template <int kForms>

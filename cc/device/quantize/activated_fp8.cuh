@@ -25,7 +25,7 @@ struct ActivatedProblem {
   int32_t* valid_rows;  // set to the first tail row
   bool clear_tail;
   int straddle;  // linear columns in the block of 128 that has the last gates; 0: halves of whole blocks, or no matter
-  bool exchanges_over_slot;  // shared memory has no room for what threads exchange but that of an operand
+  bool exchanges_over_slot;  // what threads exchange has the memory of dz: its own would cost an SM a block
 };
 
 // What a block has in shared memory beside rows and codes, which come before it, and the table, which follows it.
@@ -162,8 +162,8 @@ __device__ inline void activate_nothing(const ActivatedProblem& p, const StoreTi
 
 inline int64_t column_tiles_of(int64_t width) { return divide_up(width, kStoreColumns); }
 
-// What a block has beside ActivatedShared and the table, in tiles of codes: rows of its operands, and where a scale
-// belongs to a group the codes of so many results.
+// What a block has beside ActivatedShared, what its threads exchange, and the table, in tiles of codes: rows of its
+// operands, and where a scale belongs to a group the codes of so many results.
 constexpr int kActivatedUnit = kStoreRows * kStoreColumns;
 constexpr int units_with_block_scales(int operands) { return 2 * operands; }
 constexpr int units_with_group_scales(int operands, int transposed) { return operands + transposed; }

@@ -113,8 +113,9 @@ __device__ inline bool find_next(Tile& next, Find find) {
 
 // The tiles of a block, in turns. Blocks draw them one after the other, so that the grid works on neighbouring memory
 // at any time: with a fixed stride blocks drift apart, and memory is read and written in worse order. A tile is drawn
-// two turns ahead by one thread, and told to the others by the barrier that every turn has. Amaxes of a turn's values
-// are raised behind the next barrier, one for the block: those of 8 warps and of all blocks at once would queue up.
+// two turns ahead by one thread, or three where it asks right behind the barrier that every turn has, which tells it to
+// the others. Amaxes of a turn's values are raised behind the next barrier, one for the block: those of 8 warps and of
+// all blocks at once would queue up.
 class Turns {
  public:
   struct Shared {
@@ -409,10 +410,13 @@ inline std::string refuses_tiles(const Quantize& call, const Target& target) {
   return "";
 }
 
+// How many blocks of an SM, at most `most`, have `bytes` of shared memory each.
+inline int blocks_of_sm(int most, int bytes) { return std::min(most, shared_memory_of_sm() / (bytes + kReserved)); }
+
 // Blocks for `tiles`, at most `most` per SM, each with `bytes` of shared memory.
 inline unsigned blocks_for(int64_t tiles, int most, int bytes) {
   // One at least, so that a launch that does not fit says so.
-  const int64_t blocks = std::max(std::min(most, shared_memory_of_sm() / (bytes + kReserved)), 1);
+  const int64_t blocks = std::max(blocks_of_sm(most, bytes), 1);
   return static_cast<unsigned>(std::min(tiles, blocks * multiprocessors()));
 }
 
