@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from grouped_core.hashing import hashed_once
-from grouped_core.literals import Literal, fields_of, literal
+from grouped_core.literals import Literal, fields_of, literal, with_fields
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -25,6 +25,17 @@ def is_finite(number: Any, *, above_zero: bool = False) -> bool:
     A larger one would be infinite in a kernel, and lead to NaN in results or silently switch an option off.
     """
     return abs(number) <= _LARGEST and (not above_zero or bool(np.float32(number) > 0))
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """Returns an option that is a bool.
+
+    Raises:
+        TypeError: it is none; text would count as True.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"`{name}`: {value!r}, expected True or False; pass one of them.")
+    return bool(value)
 
 
 @hashed_once
@@ -205,8 +216,8 @@ class Format(Literal):
         return self.square or self.powers_of_fp4
 
     def replace(self, **changes: Any) -> Format:
-        """This format with the fields of `changes` changed."""
-        return dataclasses.replace(self, **changes)
+        """This format with the fields of `changes` changed. TypeError: it has no such field."""
+        return with_fields(self, changes)
 
     def along(self, *, rows: bool) -> Format:
         """The format of the form contracted along rows, or along the other axis, which is never rotated."""

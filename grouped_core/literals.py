@@ -25,6 +25,21 @@ def fields_of(kind: type[Any]) -> tuple[str, ...]:
     return tuple([each.name for each in dataclasses.fields(kind)])
 
 
+def with_fields(instance: Any, changes: dict[str, Any]) -> Any:
+    """A dataclass with some of its fields changed.
+
+    Raises:
+        TypeError: it has no such field.
+    """
+    fields, kind = fields_of(type(instance)), type(instance).__name__
+    for name in changes:
+        if name not in fields:
+            raise TypeError(
+                f"`{name}` of {kind}.replace: no such field, expected one of {', '.join(fields)}; choose one."
+            )
+    return dataclasses.replace(instance, **changes)
+
+
 def literal(kind: str, values: Sequence[Any]) -> str:
     """The literal of an object.
 

@@ -394,6 +394,11 @@ def check(
     check_ranks(op, **{name: None if spec is None else spec.shape for name, spec in shapes.items()})
     if isinstance(x, ArraySpec) and x.dtype not in WIDE:
         raise TypeError(f"`{n.x}`: dtype {x.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
+    if wi.shape[0] != wo.shape[0]:
+        raise ValueError(
+            f"`{n.wo}`: {wo.shape[0]} groups, expected {wi.shape[0]} = groups of `{n.wi}`; "
+            "pass both weights of the same experts."
+        )
     h = linear_spec.check_linear(op.fc1(), x, wi, sizes, wi_bias, None)
     layout = "[G, K, F]" if op.transposed else "[G, F, K]"
     k_axis, n_axis = op.fc2().weight_axes()

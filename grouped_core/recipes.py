@@ -11,13 +11,12 @@ wgrad      rows of g   (x, dy)       dw, in the weight's layout
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from grouped_core.formats import FORMATS, PLAIN, Format, wide
 from grouped_core.hashing import hashed_once
-from grouped_core.literals import Literal, fields_of, literal
+from grouped_core.literals import Literal, fields_of, literal, with_fields
 
 FP32_MODES = ("tf32", "tf32x3", "ieee")
 """How products of float32 operands use tensor cores; each mode is more accurate than the one before it."""
@@ -162,10 +161,10 @@ class Recipe(Literal):
         return (*self.forward, *self.dgrad, *self.wgrad)
 
     def replace(self, **changes: Any) -> Recipe:
-        """This recipe with the fields of `changes` changed."""
+        """This recipe with the fields of `changes` changed. TypeError: it has no such field."""
         if self.name == _name_of(self.forward):
             changes = {"name": "", **changes}
-        return dataclasses.replace(self, **changes)
+        return with_fields(self, changes)
 
     def at_least(self, fp32: str) -> Recipe:
         """This recipe with `fp32` as the mode of float32 operands, unless its own mode is more accurate."""

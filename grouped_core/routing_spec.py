@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from grouped_core.calls import MAX_GROUPS, ArraySpec, OperandSpec, QuantizedSpec
-from grouped_core.formats import WIDE, is_finite
+from grouped_core.formats import WIDE, as_flag, is_finite
 from grouped_core.hashing import hashed_once
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import Recipe
@@ -107,6 +107,7 @@ def router_option(
     factors = {"scale": scale, "aux_coeff": aux_coeff, "z_coeff": z_coeff, "jitter": jitter}
     # -0.0 becomes 0.0, which has the same key in caches.
     scale, aux_coeff, z_coeff, jitter = [each + 0.0 for each in numbers("topk_router", **factors)]
+    after_topk = as_flag("after_topk", after_topk)
     if after_topk and score != "softmax":
         words = "its default, because only a softmax can be taken over the chosen experts instead of all"
         remedy = "leave it out, or pass score='softmax'; `normalize` says whether the weights of the others sum to 1"
@@ -124,8 +125,8 @@ def router_option(
     if drop not in DROPS:
         raise _wrong("drop", repr(drop), f"one of {', '.join(DROPS)}", "choose one of them")
     limit = _group_limit(experts, k, num_groups, topk_groups, group_topk)
-    normalize = score != "softmax" and k > 1 if normalize is None else bool(normalize)
-    scores = Scores(score, bool(after_topk), normalize and not after_topk, scale)
+    normalize = score != "softmax" and k > 1 if normalize is None else as_flag("normalize", normalize)
+    scores = Scores(score, after_topk, normalize and not after_topk, scale)
     return Router(k, scores, limit, jitter, sinkhorn, factor, drop, aux_coeff, z_coeff)
 
 

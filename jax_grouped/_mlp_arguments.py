@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from grouped_core import activations, calls, debug, linear_spec, routed, routing_spec, scaling
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec
+from grouped_core.formats import as_flag
 from grouped_core.mlp_spec import (
     Mlp,
     MlpNames,
@@ -136,7 +137,7 @@ def prepare(
     op = Mlp(
         n,
         activations.resolve(activation),
-        transposed=bool(rhs_transposed),
+        transposed=as_flag(n.transposed, rhs_transposed),
         recipe=bound.recipe,
         residuals=residuals_option(residuals, can_offload=True),
         wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from grouped_core import calls, debug, gradients, linear_spec, scaling
 from grouped_core import lora as adapters
 from grouped_core.calls import ArraySpec, Call
-from grouped_core.formats import QTensor
+from grouped_core.formats import QTensor, as_flag
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.plans import Planner
@@ -264,10 +264,10 @@ def _prepare(
         wgrad_dtype = calls.spec_of(operands.w.master).dtype
     op = Linear(
         names=n,
-        transposed=bool(rhs_transposed),
+        transposed=as_flag(n.transposed, rhs_transposed),
         recipe=bound.recipe,
         fp32=fp32_mode(precision),
-        scale_bias=bool(scale_bias),
+        scale_bias=as_flag(n.scale_bias, scale_bias),
         result_dtype=linear_spec.dtype_option(preferred_element_type),
         wgrad_dtype=wgrad_dtype,
         rows_hint=rows_hint,

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from grouped_core import exchange, linear_spec
 from grouped_core.activations import Activation
 from grouped_core.calls import spec_of
+from grouped_core.formats import as_flag
 from grouped_core.mlp_spec import Residuals
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
@@ -144,12 +145,12 @@ def moe(
         axes=axes,
         transport=name,
         budget_factor=budget_factor,
-        once_per_rank=bool(once_per_rank),
+        once_per_rank=as_flag("once_per_rank", once_per_rank),
         send=send,
-        fsdp=bool(fsdp),
+        fsdp=as_flag("fsdp", fsdp),
         k=k,
         count=router.shape[1],
-        rhs_transposed=bool(rhs_transposed),
+        rhs_transposed=as_flag("rhs_transposed", rhs_transposed),
         activation=activation,
         residuals=residuals,
         wgrad_dtype=linear_spec.dtype_option(wgrad_dtype) or None,

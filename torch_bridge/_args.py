@@ -19,7 +19,7 @@ from torch import Tensor
 from grouped_core import activations, linear_spec, memory, mlp_spec, scaling
 from grouped_core.activations import Activation
 from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
-from grouped_core.formats import QTensor, wide
+from grouped_core.formats import QTensor, as_flag, wide
 from grouped_core.linear_spec import Linear, Names, implementation_names, recipe_option
 from grouped_core.lora import LORA
 from grouped_core.memory import Span
@@ -168,7 +168,8 @@ def linear_arguments(
     sizes, rows_hint = unwrap(group_sizes)
     bound = recipe_option(recipe)
     names = implementation_names(implementation)
-    options = (bool(rhs_transposed), bound.recipe, bool(scale_bias), rows_hint, names)
+    flags = as_flag("rhs_transposed", rhs_transposed), as_flag("scale_bias", scale_bias)
+    options = (flags[0], bound.recipe, flags[1], rows_hint, names)
     return _arguments(
         _check_linear, _WEIGHT, x, (weight,), sizes, row_scale, (bias,), options, (bound,), wgrad_accum, caches
     )
@@ -245,7 +246,8 @@ def mlp_arguments(
     bounds = recipe if of_layers else (recipe_option(recipe),)
     pinned = implementation_names(implementation)
     paired = is_pair(wi)
-    options = (names, activation, bool(rhs_transposed), bounds[0].recipe, residuals, hint, max_rows, pinned, paired)
+    transposed = as_flag(names.transposed, rhs_transposed)
+    options = (names, activation, transposed, bounds[0].recipe, residuals, hint, max_rows, pinned, paired)
     if paired and join and mlp_spec.joins(op := mlp_of(options), _with_master(x)[1]):
         wi, options = _joined_pair(op, wi, wgrad_accum), (*options[:-1], False)
     weights, biases, of_weights = (wi, wo), (wi_bias, wo_bias), (names.wi, names.wo)

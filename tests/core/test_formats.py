@@ -52,6 +52,13 @@ def test_replace_makes_a_variant_and_leaves_the_original():
 
 
 @pytest.mark.rule("ERR-1")
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("row", [recipes.MXFP8, formats.FORMATS["mxfp8"]], ids=["recipe", "format"])
+def test_replace_names_the_fields_that_there_are(row):
+    with asserts.refused(TypeError, ["`epsilon` of", "replace", "no such field", "name", "choose one"]):
+        row.replace(epsilon=1)
+
+
 def test_fast_accumulation_is_for_forward_products_of_scales_of_groups():
     fast = recipes.FP8Current.replace(accumulate="fast")
     assert fast.of_gradients == recipes.FP8Current

@@ -833,3 +833,12 @@ def test_arguments_of_the_wrong_kind(change, parts):
     p = small("groups_2")
     with asserts.refused(TypeError, parts):
         jg.ragged_dot(**{"lhs": p.x, "rhs": p.w, "group_sizes": p.group_sizes, **change})
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("name", ["rhs_transposed", "scale_bias"])
+def test_options_that_are_true_or_false_take_nothing_else(name):
+    """Text would count as True, and turn the layout of square weights around."""
+    x, w, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 4)), jnp.array([3, 3])
+    with asserts.refused(TypeError, [f"`{name}`: 'False'", "expected True or False", "pass one of them"]):
+        jg.ragged_dot(x, w, sizes, **{name: "False"})

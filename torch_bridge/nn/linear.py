@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from grouped_core import gradients, lora
+from grouped_core.formats import as_flag
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
@@ -104,9 +105,9 @@ class GroupedLinear(ScaledModule):
         held = _primary.options(quantized_weights, recipe, preserve_high_precision_init)
         self.lora = lora.layer_options("GroupedLinear", lora_rank, lora_alpha, lora_dropout)
         self.recipe = held.recipe
-        self.scale_bias = bool(scale_bias)
-        self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
-        self.delay_wgrad_compute = bool(delay_wgrad_compute)
+        self.scale_bias = as_flag("scale_bias", scale_bias)
+        self.accumulate_into_main_grad = as_flag("accumulate_into_main_grad", accumulate_into_main_grad)
+        self.delay_wgrad_compute = as_flag("delay_wgrad_compute", delay_wgrad_compute)
         self.quantized_weights = held.quantized
         self.preserve_high_precision_init = held.preserve
         self.queue = main_grad.GradientQueue()

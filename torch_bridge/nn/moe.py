@@ -332,10 +332,10 @@ class MoE(Module):
                 partial(self._shared, tokens, is_first_microbatch),
             )
             y, aux = layer.run(tokens, weights, chosen, aux)
-            return y.reshape(x.shape), aux
+            return _shaped_as(x, y), aux
         y = self.experts(tokens, chosen, weights, is_first_microbatch=is_first_microbatch)
         shared = self._shared(tokens, is_first_microbatch)
-        return (y if shared is None else y + shared).reshape(x.shape), aux
+        return _shaped_as(x, y if shared is None else y + shared), aux
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
         """A copy in the same process group, which cannot be copied itself."""
@@ -420,6 +420,11 @@ def _tokens(x: Tensor) -> Tensor:
             f"`x` of MoE: shape {tuple(x.shape)}, expected at least one axis [..., H]; pass tokens of H columns."
         )
     return x.reshape(-1, x.shape[-1])
+
+
+def _shaped_as(x: Tensor, y: Tensor) -> Tensor:
+    """y [T, H] as x [..., H]: no view where it has that shape, for FSDP2 loses gradients of views that are changed."""
+    return y if x.dim() == 2 else y.reshape(x.shape)
 
 
 def _of_tokens(x: Tensor, mask: Any, experts: Any) -> tuple[Any, Any]:
