@@ -27,14 +27,15 @@ def is_finite(number: Any, *, above_zero: bool = False) -> bool:
     return abs(number) <= _LARGEST and (not above_zero or bool(np.float32(number) > 0))
 
 
-def as_flag(name: str, value: Any) -> bool:
-    """Returns an option that is a bool.
+def as_flag(name: str, value: Any, of: str = "") -> bool:
+    """Returns an option that is a bool; `of` names the function or class, for the message.
 
     Raises:
         TypeError: it is none; text would count as True.
     """
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"`{name}`: {value!r}, expected True or False; pass one of them.")
+        place = f" of {of}" if of else ""
+        raise TypeError(f"`{name}`{place}: {value!r}, expected True or False; pass one of them.")
     return bool(value)
 
 

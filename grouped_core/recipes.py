@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from grouped_core.formats import FORMATS, PLAIN, Format, wide
+from grouped_core.formats import FORMATS, PLAIN, Format, as_flag, wide
 from grouped_core.hashing import hashed_once
 from grouped_core.literals import Literal, fields_of, literal, with_fields
 
@@ -91,10 +91,7 @@ class Recipe(Literal):
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"`{name}` of Recipe: {value!r}, expected an integer; pass one.")
-        if not isinstance(self.batch_invariant, bool):
-            raise TypeError(
-                f"`batch_invariant` of Recipe: {self.batch_invariant!r}, expected True or False; pass one of them."
-            )
+        as_flag("batch_invariant", self.batch_invariant, "Recipe")
         options: tuple[tuple[str, tuple[Any, ...]], ...] = (
             ("fp32", FP32_MODES),
             ("accumulate", ACCUMULATE_MODES),

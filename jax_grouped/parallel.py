@@ -233,7 +233,7 @@ def dispatch(
     exchange.check_dispatch(function, *(spec_of(each) for each in (x, experts, weights)))
     if name == "ragged_all_to_all":
         _ragged.warn_about_flags(jax.default_backend())
-    how = (num_experts, axes, name, budget_factor, bool(once_per_rank))
+    how = (num_experts, axes, name, budget_factor, as_flag("once_per_rank", once_per_rank))
     found, way = there(function, x, to_int32(experts), weights, *how)
     options: dict[str, Any] = {"probs": found.probs, "max_rows": way.option.max_rows}
     rows, sizes, permutation = route.permute(found.rows, found.experts, way.option.own, **options)

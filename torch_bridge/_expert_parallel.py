@@ -20,7 +20,7 @@ from grouped_core import exchange
 from grouped_core.activations import Activation
 from grouped_core.debug import debug_flags
 from grouped_core.exchange import Exchange
-from grouped_core.formats import Format, QTensor
+from grouped_core.formats import Format, QTensor, as_flag
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_spec import check_shared
@@ -262,7 +262,7 @@ def transport_option(
             "and `combine`; all_to_all is the default."
         )
     check_group(function, process_group)
-    return TRANSPORTS[transport](process_group, budget_factor, codes, bool(once_per_rank))
+    return TRANSPORTS[transport](process_group, budget_factor, codes, as_flag("once_per_rank", once_per_rank))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

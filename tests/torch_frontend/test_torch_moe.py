@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import torch_bridge
 from grouped_core.routing_spec import router_option
 from tests import asserts
 from tests.torch_frontend.offload_tools import recorded
@@ -39,6 +38,8 @@ from torch_bridge import (
     FP8Delayed,
     SharedExpert,
     explain,
+    grouped_linear,
+    grouped_mlp,
     moe,
     nn,
     offload,
@@ -635,27 +636,27 @@ def test_options_that_are_true_or_false_take_nothing_else() -> None:
     x, w, sizes, logits = torch.ones(6, 4), torch.ones(2, 4, 4), torch.tensor([3, 3]), torch.ones(6, 8)
     words = ["'False'", "expected True or False", "pass one of them"]
     for name, call in {
-        "rhs_transposed": lambda **no: torch_bridge.grouped_linear(x, w, sizes, **no),
-        "scale_bias": lambda **no: torch_bridge.grouped_linear(x, w, sizes, **no),
-        "after_topk": lambda **no: torch_bridge.route.topk_router(logits, 2, **no),
-        "normalize": lambda **no: torch_bridge.route.topk_router(logits, 2, **no),
-        "delay_wgrad_compute": lambda **no: torch_bridge.nn.GroupedLinear(2, 4, 4, **no),
+        "rhs_transposed": lambda **no: grouped_linear(x, w, sizes, **no),
+        "scale_bias": lambda **no: grouped_linear(x, w, sizes, **no),
+        "after_topk": lambda **no: route.topk_router(logits, 2, **no),
+        "normalize": lambda **no: route.topk_router(logits, 2, **no),
+        "delay_wgrad_compute": lambda **no: nn.GroupedLinear(2, 4, 4, **no),
     }.items():
         with asserts.refused(TypeError, [f"`{name}`", *words]):
             call(**{name: "False"})
     with asserts.refused(TypeError, ["`rhs_transposed`", *words]):
-        torch_bridge.grouped_mlp(x, torch.ones(2, 4, 8), w, sizes, rhs_transposed="False")
+        grouped_mlp(x, torch.ones(2, 4, 8), w, sizes, rhs_transposed="False")
 
 
 @pytest.mark.rule("ERR-1")
 def test_weights_of_other_experts_are_named() -> None:
     with asserts.refused(ValueError, ["`wo`: 1 groups", "expected 2 = groups of `wi`", "same experts"]):
-        torch_bridge.grouped_mlp(torch.ones(6, 4), torch.ones(2, 4, 8), torch.ones(1, 4, 4), torch.tensor([3, 3]))
+        grouped_mlp(torch.ones(6, 4), torch.ones(2, 4, 8), torch.ones(1, 4, 4), torch.tensor([3, 3]))
 
 
-@pytest.mark.rule("LYR-7")
+@pytest.mark.rule("HST-4")
 @pytest.mark.parametrize("shared_dim", [None, 16])
 def test_rows_of_tokens_come_back_as_no_view(shared_dim: int | None) -> None:
     """FSDP2 loses the gradients of a layer whose result is a view that is changed in place."""
-    layer = torch_bridge.nn.MoE(32, 16, 4, 2, shared_dim=shared_dim)
+    layer = nn.MoE(32, 16, 4, 2, shared_dim=shared_dim)
     assert not layer(torch.ones(6, 32))[0]._is_view()

@@ -105,9 +105,10 @@ class GroupedLinear(ScaledModule):
         held = _primary.options(quantized_weights, recipe, preserve_high_precision_init)
         self.lora = lora.layer_options("GroupedLinear", lora_rank, lora_alpha, lora_dropout)
         self.recipe = held.recipe
-        self.scale_bias = as_flag("scale_bias", scale_bias)
-        self.accumulate_into_main_grad = as_flag("accumulate_into_main_grad", accumulate_into_main_grad)
-        self.delay_wgrad_compute = as_flag("delay_wgrad_compute", delay_wgrad_compute)
+        self.scale_bias = as_flag("scale_bias", scale_bias, "GroupedLinear")
+        accumulates = as_flag("accumulate_into_main_grad", accumulate_into_main_grad, "GroupedLinear")
+        self.accumulate_into_main_grad = accumulates
+        self.delay_wgrad_compute = as_flag("delay_wgrad_compute", delay_wgrad_compute, "GroupedLinear")
         self.quantized_weights = held.quantized
         self.preserve_high_precision_init = held.preserve
         self.queue = main_grad.GradientQueue()
@@ -361,8 +362,7 @@ class GroupedLinear(ScaledModule):
         Raises:
             TypeError: `flag` is not a bool. RuntimeError: a graph is being captured.
         """
-        if not isinstance(flag, bool):
-            raise TypeError(f"`flag` of set_weight_update: {flag!r}, expected True or False; pass one of them.")
+        flag = as_flag("flag", flag, "set_weight_update")
         if self.recipe is not None and self.recipe.quantized:
             self.cache.set_update(flag, self._held(self.weight_names[:1])[0].device)
 
