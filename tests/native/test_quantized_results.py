@@ -219,6 +219,7 @@ def test_more_tiles_than_blocks(kernel, format, given):
         ("tail_long", 200, "clamped_qgeglu", (True, True)),
         ("even_tiles", 328, "swiglu", (True, False)),
         ("many_tiles", 1000, "swiglu", (True, True)),
+        ("groups_1024", 200, "swiglu", (True, True)),  # so many that blocks on a GPU share memory (exchanges_over_slot)
     ],
 )
 @pytest.mark.parametrize("kernel", kernels("grouped_matmul_dact", quantized=True))
