@@ -207,9 +207,10 @@ def _router_losses(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     experts, all_tokens = o["counts"].shape[1], max(tokens.sum(), 1.0)
     share = p["aux_coeff"] / max((tokens > 0).sum(), 1)
     slopes = (share * experts / (p["slots"] * np.maximum(tokens, 1.0) ** 2))[:, None] * o["counts"]
-    losses = ((slopes * o["prob_sums"]).sum(), p["z_coeff"] / all_tokens * squares.sum(), entropy.sum() / all_tokens)
-    results["losses"][...], results["slopes"][...] = losses, slopes
-    results["z_slope"][...] = p["z_coeff"] / all_tokens
+    z_slope = p["z_coeff"] / all_tokens
+    z_loss = z_slope * squares.sum() if z_slope else 0.0  # the sum may be infinite where nobody asks for the loss
+    results["losses"][...] = (slopes * o["prob_sums"]).sum(), z_loss, entropy.sum() / all_tokens
+    results["slopes"][...], results["z_slope"][...] = slopes, z_slope
     lost = 0 if o["dropped"] is None else int(np.asarray(o["dropped"])[0])
     results["lost"][...], results["overflow"][...] = lost, lost > 0
 

@@ -74,19 +74,19 @@ class Case:
         return self.name
 
 
-def _seed(*parts: object) -> np.random.Generator:
+def generator(*parts: object) -> np.random.Generator:
     """A generator that depends on the text of `parts` alone, not on the order in which tests run."""
     return np.random.default_rng(zlib.crc32(repr(parts).encode()))
 
 
 def jagged(groups: int, rows: int) -> tuple[int, ...]:
     """Sizes drawn from a multinomial: they sum to `rows` and nothing is aligned."""
-    return tuple(int(m) for m in _seed("jagged", groups, rows).multinomial(rows, [1 / groups] * groups))
+    return tuple(int(m) for m in generator("jagged", groups, rows).multinomial(rows, [1 / groups] * groups))
 
 
 def zipf(groups: int, rows: int) -> tuple[int, ...]:
     """Sizes that fall off as 1/rank, ranks shuffled."""
-    rng = _seed("zipf", groups, rows)
+    rng = generator("zipf", groups, rows)
     weights = rng.permutation(1.0 / np.arange(1, groups + 1))
     return tuple(int(m) for m in rng.multinomial(rows, weights / weights.sum()))
 
@@ -94,7 +94,7 @@ def zipf(groups: int, rows: int) -> tuple[int, ...]:
 def third_empty(groups: int, rows: int) -> tuple[int, ...]:
     """Sizes of which every third is zero."""
     taken = np.arange(groups) % 3 != 2
-    return tuple(int(m) for m in _seed("third_empty", groups, rows).multinomial(rows, taken / taken.sum()))
+    return tuple(int(m) for m in generator("third_empty", groups, rows).multinomial(rows, taken / taken.sum()))
 
 
 def _row(name: str, sizes: Sequence[int], k: int, n: int, tags: str, rows: int | None = None) -> Case:
@@ -223,7 +223,7 @@ class Problem(NamedTuple):
 
 def normal(shape: Sequence[int], dtype: str, *seed: object) -> NDArray[Any]:
     """Standard normal values, rounded to `dtype`, the same for the same arguments in every run."""
-    return _seed("normal", tuple(shape), *seed).standard_normal(tuple(shape)).astype(numpy_dtype(dtype))
+    return generator("normal", tuple(shape), *seed).standard_normal(tuple(shape)).astype(numpy_dtype(dtype))
 
 
 def problem(case: Case, dtype: str, *, transposed: bool = False, tail: float = TAIL, seed: int = 0) -> Problem:

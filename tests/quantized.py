@@ -56,7 +56,7 @@ def drawn(
     Codes and scales of rows past the groups, and of padded rows past the last segment, are NaN where the type has one.
     Rows that fill up a segment are zero codes, or any where a format may have rotated them.
     """
-    rng = cases._seed("stored", format.name, shape, axis, *seed)
+    rng = cases.generator("stored", format.name, shape, axis, *seed)
     spec = spec_in_format(format, shape, axis, dtype, len(group_sizes))
     largest = _LARGEST[format.values]
     values = _codes(rng, format, spec.values.shape)

@@ -275,8 +275,7 @@ __device__ inline void store_rows(const StoreProblem& p, const StoreTile& tile, 
 
 // ---- With columns: amaxes, scales, codes.
 
-// Tells the amaxes of this warp's rows and columns; returns that of this thread's values. Each step over lanes halves
-// what a lane keeps, as in RowAmaxes.
+// Tells the amaxes of this warp's rows and columns; returns that of this thread's values.
 template <bool kByRows>
 __device__ inline uint32_t put_amaxes(const EightRows& raw, int kind, Exchange* e) {
   const Sectors at;
@@ -284,27 +283,18 @@ __device__ inline uint32_t put_amaxes(const EightRows& raw, int kind, Exchange* 
   uint4 found = {};
 #pragma unroll
   for (int i = 0; i < kVector; ++i) found = larger_of(found, raw[i]);
-  {  // over the four lanes that share columns
-    const bool upper = lane & 16, odd = lane & 8;
-    const uint32_t keep0 = upper ? found.z : found.x, keep1 = upper ? found.w : found.y;
-    const uint32_t send0 = upper ? found.x : found.z, send1 = upper ? found.y : found.w;
-    const uint32_t two0 = __vmaxu2(keep0, __shfl_xor_sync(~0u, send0, 16));
-    const uint32_t two1 = __vmaxu2(keep1, __shfl_xor_sync(~0u, send1, 16));
-    e->columns[kind][at.row / Sectors::kWarpRows][at.column / 2 + 2 * upper + odd] =
-        __vmaxu2(odd ? two1 : two0, __shfl_xor_sync(~0u, odd ? two0 : two1, 8));
-  }
-  if constexpr (kByRows) {  // over the eight lanes that share rows, two rows per word
-    const bool upper = lane & 4, odd = lane & 2, high = lane & 1;
-    uint32_t pair[4];  // rows i and i + 4
-#pragma unroll
-    for (int i = 0; i < 4; ++i) pair[i] = largest_of(raw[i], raw[i + 4]);
-    const uint32_t keep0 = upper ? pair[2] : pair[0], keep1 = upper ? pair[3] : pair[1];
-    const uint32_t send0 = upper ? pair[0] : pair[2], send1 = upper ? pair[1] : pair[3];
-    const uint32_t two0 = __vmaxu2(keep0, __shfl_xor_sync(~0u, send0, 4));
-    const uint32_t two1 = __vmaxu2(keep1, __shfl_xor_sync(~0u, send1, 4));
-    uint32_t one = __vmaxu2(odd ? two1 : two0, __shfl_xor_sync(~0u, odd ? two0 : two1, 2));
-    one = __vmaxu2(one, __shfl_xor_sync(~0u, one, 1));
-    e->rows[kind][at.column / Sectors::kWarpColumns][at.row + 2 * upper + odd + 4 * high] = high ? one >> 16 : one;
+  // Over the four lanes that share columns, of which each keeps two, as in RowAmaxes.
+  const bool upper = lane & 16, odd = lane & 8;
+  const uint32_t keep0 = upper ? found.z : found.x, keep1 = upper ? found.w : found.y;
+  const uint32_t send0 = upper ? found.x : found.z, send1 = upper ? found.y : found.w;
+  const uint32_t two0 = __vmaxu2(keep0, __shfl_xor_sync(~0u, send0, 16));
+  const uint32_t two1 = __vmaxu2(keep1, __shfl_xor_sync(~0u, send1, 16));
+  e->columns[kind][at.row / Sectors::kWarpRows][at.column / 2 + 2 * upper + odd] =
+      __vmaxu2(odd ? two1 : two0, __shfl_xor_sync(~0u, odd ? two0 : two1, 8));
+  if constexpr (kByRows) {
+    const RowAmaxes<DType::bf16, Sectors::kWarpColumns> amaxes(raw);
+    uint16_t* rows = &e->rows[kind][at.column / Sectors::kWarpColumns][at.row];
+    rows[amaxes.word + 4 * (lane & 1)] = static_cast<uint16_t>(amaxes.found[0] >> 16);  // as bf16 again
   }
   return largest_of(found);
 }
@@ -366,11 +356,6 @@ __device__ inline void put_codes(const StoreProblem& p, const StoreTile& tile, c
   const bool exists = at.column < tile.columns;
   const int count = exists ? tile.rows - at.row : 0;
   float by_column[kVector], by_row[kVector];
-  const auto take_eight = [](const float* from, float (&to)[kVector]) {
-    const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
-    to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
-    to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
-  };
   take_eight(&e->column_factors[kind][at.column], by_column);
   if constexpr ((kForms & kRows) != 0) take_eight(&e->row_factors[kind][at.row], by_row);
   const uint32_t row_pitch = static_cast<uint32_t>(p.forms[0].pitch), pitch = static_cast<uint32_t>(p.forms[1].pitch);
@@ -417,8 +402,9 @@ __global__ void __launch_bounds__(kStoreThreads, (kBlocks<kGrad, kForms>))
   Slots* slots = reinterpret_cast<Slots*>(dynamic_shared);
   const int operands = operands_of(p), halves = halves_of(p);
   const bool over = kGrad && kByColumns && p.exchanges_over_slot;
-  Exchange* e = reinterpret_cast<Exchange*>(slots + operands - (over ? 1 : 0));
-  Shared* s = reinterpret_cast<Shared*>(kByColumns && !over ? e + 1 : reinterpret_cast<Exchange*>(slots + operands));
+  Slots* const behind_slots = slots + operands;
+  Exchange* e = reinterpret_cast<Exchange*>(over ? behind_slots - 1 : behind_slots);
+  Shared* s = kByColumns && !over ? reinterpret_cast<Shared*>(e + 1) : reinterpret_cast<Shared*>(behind_slots);
   const GroupTable table(p.store, s + 1);
   Turns turns(p.store, &s->turns);
   scan_sizes<Tile::kRows>(p.store, table, s->sums);

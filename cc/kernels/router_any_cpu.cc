@@ -340,7 +340,7 @@ void launch_losses(const RouterLosses& call, const Context&) {
   const float z_slope = fl_div(call.z_coeff, all);
   float* losses = call.losses.as<float>();
   losses[0] = aux;
-  losses[1] = fl_mul(z_slope, squares);
+  losses[1] = z_loss(z_slope, squares);
   losses[2] = fl_div(entropy, all);
   call.z_slope.as<float>()[0] = z_slope;
   const int32_t lost = call.dropped.present() ? call.dropped.as<const int32_t>()[0] : 0;

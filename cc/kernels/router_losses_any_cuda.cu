@@ -58,7 +58,7 @@ __device__ void find_losses(const Problem& p) {
   const float z_slope = fl_div(p.z_coeff, all);
   if (lane != 3) return;
   p.losses[0] = sum;
-  p.losses[1] = fl_mul(z_slope, squares);
+  p.losses[1] = z_loss(z_slope, squares);
   p.losses[2] = fl_div(entropy, all);
   p.z_slope[0] = z_slope;
   const int32_t lost = p.dropped ? *p.dropped : 0;

@@ -255,9 +255,10 @@ struct Gate {
 // a * logistic(alpha a)
 GROUPED_MATH Gate quick_gelu(float a, float alpha) {
   const float x = alpha * a;
-  // NOTE: an infinite x has no residue.
-  const Logistic s = logistic(x, magnitude(x) < kVanishes ? residue(alpha, a, x) : 0.0f);
-  return {a * s.value, mul_add(x, s.slope, s.value)};
+  // NOTE: an infinite x of a finite a has no residue, and times a slope of 0 it would be NaN.
+  const bool varies = magnitude(x) < kVanishes;
+  const Logistic s = logistic(x, varies ? residue(alpha, a, x) : 0.0f);
+  return {a * s.value, mul_add(varies ? x : a, s.slope, s.value)};
 }
 
 GROUPED_MATH Gate silu(float a) {

@@ -48,6 +48,11 @@ constexpr int64_t token_runs(int64_t tokens) { return (tokens + kTokensARun - 1)
 // Beside the probabilities: squared logsumexp, entropy, tokens.
 constexpr int kTokenStats = 3;
 
+// The z-loss from the sum of the squared logsumexp, which may overflow where nobody asks for the loss.
+GROUPED_HOST_DEVICE static inline float z_loss(float z_slope, float squares) {
+  return z_slope == 0.0f ? 0.0f : fl_mul(z_slope, squares);
+}
+
 // A score that depends on its own logit alone, and its derivative.
 struct OwnScore {
   float value;

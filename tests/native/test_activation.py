@@ -165,6 +165,21 @@ def test_boundaries_keep_their_gradient(kernel):
     assert ((du != 0) == [True, True, False, False]).all()
 
 
+@pytest.mark.rule("MLP-3")
+@pytest.mark.parametrize("kernel", kernels("activation_grad"))
+@pytest.mark.parametrize("kind", ["quick_gelu", "quick_geglu", "clamped_qgeglu"])
+def test_gates_that_alpha_takes_to_infinity_have_a_derivative(kernel, kind):
+    """Infinity times a slope of 0 would be NaN."""
+    activation = Activation(kind)
+    far = np.array([-3e38, 3e38], np.float32)
+    hidden = np.stack([far, np.ones(2, np.float32)][: activation.fc1_width(1)], axis=1)
+    case = cases.Case("far", (2,), 2, 1, 1, frozenset())
+    one = np.ones(2, np.float32)
+    r = Rows(case, activation, hidden, one[:, None], np.array([2], np.int32), one, one)
+    da = gradients(Native(kernel), r, "float32", scaled=False, based=False, wanted=WANTED[4])[0][:, 0]
+    asserts.bitwise(da, np.array([0, kind != "clamped_qgeglu"], np.float32))  # the last one is beyond its limit
+
+
 @pytest.mark.rule("prime-rl #2365")
 @pytest.mark.rule("MLP-3")
 @pytest.mark.parametrize("kernel", kernels("activation_grad"))

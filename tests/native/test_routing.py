@@ -35,7 +35,7 @@ def draw(*shape: int, seed: object = 0, scale: float = 1.5) -> NDArray[np.float3
 
 def slots(tokens: int, k: int, experts: int, seed: object, missing: float = 0.0) -> NDArray[np.int32]:
     """[T, k] distinct experts per token, some of them -1 or out of range."""
-    random = np.random.default_rng(abs(hash(("slots", tokens, k, experts, seed))) % 2**32)
+    random = cases.generator("slots", tokens, k, experts, seed)
     chosen = np.argsort(random.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
     away = random.random((tokens, k)) < missing
     return np.where(away, random.choice([-1, experts, -(2**31), 2**31 - 1], (tokens, k)), chosen).astype(np.int32)
@@ -280,6 +280,18 @@ def test_losses(kernel, sequences, dropped):
     call = routing.router_losses(spec_of(given["prob_sums"]), 4, 0.01, 0.001, dropped=dropped is not None)
     *_, lost, overflow = run(kernel, call, **given)
     assert (int(lost[0]), int(overflow[0])) == (dropped or 0, (dropped or 0) > 0)
+
+
+@pytest.mark.rule("LYR-3")
+@pytest.mark.parametrize("kernel", kernels("router_losses"))
+def test_a_loss_without_a_coefficient_is_zero_though_its_sum_overflows(kernel):
+    given = {
+        "prob_sums": np.ones((1, 8), np.float32),
+        "counts": np.ones((1, 8), np.int32),
+        "stat_sums": np.array([[np.inf, 1, 4]], np.float32),
+    }
+    losses, *_ = run(kernel, routing.router_losses(spec_of(given["prob_sums"]), 2, 0.5, 0.0, dropped=False), **given)
+    assert losses[1] == 0
 
 
 @pytest.mark.parametrize("kernel", kernels("jitter"))

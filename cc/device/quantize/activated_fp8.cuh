@@ -139,13 +139,12 @@ __device__ inline StoreTile result_tile(const ActivatedProblem& p, const StoreTi
 
 // A tile of the tail: zeros, in the plain results where they are to be cleared.
 __device__ inline void activate_nothing(const ActivatedProblem& p, const StoreTile& tile) {
-  const int threads = blockDim.x;
   for (int half = 0; half < halves_of(p); ++half) {
-    store_nothing(p.store, result_tile(p, tile, half), kStoreRows, threads);
+    store_nothing(p.store, result_tile(p, tile, half), kStoreRows, kStoreThreads);
   }
-  if (has_activated(p)) store_nothing(p.store_activated, tile, kStoreRows, threads);
+  if (has_activated(p)) store_nothing(p.store_activated, tile, kStoreRows, kStoreThreads);
   if (!p.clear_tail) return;
-  for (int item = threadIdx.x; item < kStoreRows * kLanes; item += threads) {
+  for (int item = threadIdx.x; item < kStoreRows * kLanes; item += kStoreThreads) {
     const int lane = item % kLanes * kVector, column = static_cast<int>(tile.column) + lane;
     const int64_t row = tile.source + item / kLanes;
     if (lane >= tile.columns || row >= p.store.rows) continue;

@@ -51,12 +51,12 @@ __device__ inline BlockScale scale_of(const StoreProblem& p, uint32_t amax) {
   return p.type == DType::e5m2 ? e8m0_block_scale<E5M2>(amax) : e8m0_block_scale<E4M3>(amax);
 }
 
-// Amaxes of this thread's 8 rows over the lanes that share a block of kBlock columns, fp32 bits. Each step halves what
-// a lane keeps: the upper half of lanes the upper half of words. A lane ends up with those of rows `word` and word + 4
-// (blocks of 32), or of one of them, the second where the lane is odd.
+// Amaxes of this thread's 8 rows over the lanes that share kBlock columns (32, 64 or 128), fp32 bits. Each step halves
+// what a lane keeps: the upper half of lanes the upper half of words. A lane ends up with those of rows `word` and
+// word + 4 (32 columns), or of one of them, the second where the lane is odd.
 template <DType kFrom, int kBlock>
 struct RowAmaxes {
-  static constexpr int kFirst = kBlock == 32 ? 2 : 8;  // lanes that share a block differ in kFirst and the bits below
+  static constexpr int kFirst = kBlock / 16;  // lanes that share the columns differ in kFirst and the bits below
 
   const int lane = threadIdx.x % 32;
   const bool upper = lane & kFirst, odd = lane & (kFirst / 2);
@@ -76,7 +76,7 @@ struct RowAmaxes {
       found[0] = amax_of<kFrom>(mine & 0xFFFFu);
       found[1] = amax_of<kFrom>(mine >> 16);
     } else {
-      mine = __vmaxu2(mine, __shfl_xor_sync(~0u, mine, 2));
+      if constexpr (kBlock == 128) mine = __vmaxu2(mine, __shfl_xor_sync(~0u, mine, 2));
       mine = __vmaxu2(mine, __shfl_xor_sync(~0u, mine, 1));
       found[0] = amax_of<kFrom>(lane & 1 ? mine >> 16 : mine & 0xFFFFu);
     }
@@ -97,8 +97,8 @@ struct RowAmaxes {
     }
     if constexpr (kBlock != 32) {
       const bool second = lane & 1;
-      const uint32_t mine = max(second ? found[1] : found[0], __shfl_xor_sync(~0u, second ? found[0] : found[1], 1));
-      found[0] = max(mine, __shfl_xor_sync(~0u, mine, 2));
+      found[0] = max(second ? found[1] : found[0], __shfl_xor_sync(~0u, second ? found[0] : found[1], 1));
+      if constexpr (kBlock == 128) found[0] = max(found[0], __shfl_xor_sync(~0u, found[0], 2));
     }
   }
 };
@@ -164,18 +164,24 @@ __device__ inline void put_rows(const StoreTile& tile, const Eight<kFrom> (&raw)
     uint32_t words[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      uint32_t codes[2];
+      uint16_t codes[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int first = 4 * k + 2 * c;
         codes[c] = encode_pair<T>(fl_mul(value_at<kFrom>(raw[i], first), factor(i, first)),
                                   fl_mul(value_at<kFrom>(raw[i], first + 1), factor(i, first + 1)));
       }
-      words[k] = codes[0] | codes[1] << 16;
+      words[k] = joined(codes[0], codes[1]);
     }
     if (i < count) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
     to += pitch;
   }
+}
+
+__device__ inline void take_eight(const float* from, float (&to)[kVector]) {
+  const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+  to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
+  to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
 }
 
 // Scales of the tile's columns, for blocks of kBlock rows, stored; factors of this thread's columns.
@@ -208,10 +214,7 @@ __device__ inline void column_factors(const StoreProblem& p, const StoreTile& ti
     }
   }
   __syncthreads();
-  const float4* from = reinterpret_cast<const float4*>(&s->factors[at.row / kBlock][at.column]);
-  const float4 low = from[0], high = from[1];
-  factors[0] = low.x, factors[1] = low.y, factors[2] = low.z, factors[3] = low.w;
-  factors[4] = high.x, factors[5] = high.y, factors[6] = high.z, factors[7] = high.w;
+  take_eight(&s->factors[at.row / kBlock][at.column], factors);
 }
 
 // Codes of columns to shared memory, 8 rows in one word, and from there to lines of `rows` bytes (a multiple of 16).
@@ -225,14 +228,14 @@ __device__ inline void put_transposed(const StoreProblem& p, const StoreTile& ti
     uint32_t words[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      uint32_t codes[2];
+      uint16_t codes[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int first = 4 * k + 2 * r;
         codes[r] = encode_pair<T>(fl_mul(value_at<kFrom>(raw[first], c), factors[c]),
                                   fl_mul(value_at<kFrom>(raw[first + 1], c), factors[c]));
       }
-      words[k] = codes[0] | codes[1] << 16;
+      words[k] = joined(codes[0], codes[1]);
     }
     // Sixteen lanes write the same piece of columns that are 8 apart: their words go to different banks.
     s->transposed[at.column + c][piece ^ lane] = words[0] | static_cast<uint64_t>(words[1]) << 32;
