@@ -38,6 +38,7 @@ class SharedExpert(NamedTuple):
         wi: [1, H, W]. wo: [1, F, H]; F may differ from that of the other experts.
         gate: [H, 1]; the expert's result is multiplied by sigmoid(x @ gate). None: by 1.
         recipe: the recipe of its products; with delayed scaling it needs a state of its own.
+        lora: adapters of wi and wo, as in `grouped_mlp`, with the scale and dropout of those of the other experts.
     """
 
     wi: Float[Array, "1 H W"]
@@ -45,7 +46,6 @@ class SharedExpert(NamedTuple):
     gate: Float[Array, "H 1"] | None = None
     recipe: Recipe | BoundRecipe | None = None
     lora: Any = None
-    """Adapters of wi and wo, as in `grouped_mlp`, with the scale and dropout of those of the other experts."""
 
 
 def moe(

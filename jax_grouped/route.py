@@ -118,7 +118,7 @@ def topk_router(
         scale: factor of the weights.
         num_groups, topk_groups: the experts form `num_groups` groups of equal size, and only experts of the
             `topk_groups` best groups can be chosen. group_topk: a group's score is the sum of its `group_topk` best
-            scores; None: k // topk_groups.
+            scores; None: k // topk_groups, at least 1 and at most the size of a group.
         experts: [T, k], the choice made elsewhere; numbers other than 0 to E - 1 are no expert. Weights follow from
             these logits.
         mask: [T], False for padding: such tokens get experts -1 and weights 0, and do not affect losses or counts.
