@@ -14,7 +14,7 @@ from grouped_core.activations import Activation
 from grouped_core.checkpoint_metadata import NAME, Recorded, check_activations, check_agreement, recorded, reordered
 from grouped_core.checkpoint_plan import WHOLE, Plan, Shard, fixed_or, interleave_option, plan
 from grouped_core.formats import Format
-from grouped_core.layouts import Layout, layout_option, stacked, stripped
+from grouped_core.layouts import Layout, dotted, layout_option, stacked, stripped, unwrapped_paths
 from grouped_core.lora_layout import is_factor
 from grouped_core.safetensors_file import Facts, File
 
@@ -52,7 +52,8 @@ def opened(path: str | os.PathLike[str], prefix: str = "") -> Files:
     """Opens a file, or every safetensors file of a folder.
 
     Args:
-        prefix: only the tensors below this path are taken, and the path is removed from their keys.
+        prefix: only the tensors below this path are taken, and the path is removed from their keys. A dot at its end
+            makes no difference.
 
     Raises:
         ValueError: a file is damaged, tensors occur twice, or files are missing. OSError: nothing can be read.
@@ -65,7 +66,7 @@ def opened(path: str | os.PathLike[str], prefix: str = "") -> Files:
             "checkpoint."
         )
     found = Files(where=str(where))
-    start, kept = (stripped(f"{prefix}.") if prefix else ""), []
+    start, kept = stripped(dotted(prefix)), []
     for each in paths:
         file = File(each)
         kept.append((each, recorded(file.metadata[NAME], str(each)) if NAME in file.metadata else None))
@@ -103,10 +104,11 @@ def _notes(where: Path, kept: Sequence[tuple[Path, Recorded | None]], prefix: st
 
 def below(notes: Recorded, prefix: str) -> Recorded:
     """The metadata of the layers below a path, which becomes their root."""
+    start = stripped(dotted(prefix))
 
     def cut(entries: Mapping[str, Any]) -> dict[str, Any]:
-        inside = {key: value for key, value in entries.items() if key == prefix or key.startswith(f"{prefix}.")}
-        return {key.removeprefix(prefix).removeprefix("."): value for key, value in inside.items()}
+        inside = {f"{key}.": value for key, value in entries.items() if f"{key}.".startswith(start)}
+        return {key.removeprefix(start).removesuffix("."): value for key, value in inside.items()}
 
     return Recorded(
         notes.order, cut(notes.layers), cut(notes.groups), cut(notes.indexed), cut(notes.formats), notes.ranks
@@ -117,9 +119,9 @@ class Model(NamedTuple):
     """The module or tree that a checkpoint is loaded into.
 
     Attributes:
-        layout: its layout. entries: the facts of its tensors. activations: by place, the activation of each MLP whose
-            module records one. optional: keys that a checkpoint may lack, those of one place only together. formats:
-            the formats of quantised weights, by their key.
+        layout: its layout. entries: the facts of its tensors. activations: the activation of each MLP whose module
+            records one, and of each grouped linear layer in front of one, by its path. optional: keys that a checkpoint
+            may lack, those of one place only together. formats: the formats of quantised weights, by their key.
     """
 
     layout: Layout
@@ -149,36 +151,40 @@ def loading(
             "its layout, and `interleave=` if its gate and linear columns alternate."
         )
     source = layout_option(layout) if notes is None else notes.layout
-    blocks = {place: act.interleave for place, act in model.activations.items()}
-
+    activations = unwrapped_paths(model.activations)
+    blocks = {place: act.interleave for place, act in activations.items()}
+    layers: Mapping[str, Activation | None] = {} if notes is None else notes.layers
+    known = {place: act.interleave for place, act in layers.items() if act is not None}
     unknown: list[str] = []
 
     def pair(place: str) -> tuple[int | None, int | None]:
+        if place in activations and not activations[place].gated:
+            return None, None
         if notes is None:
-            mine = fixed_or(source, given[0])
-            return mine, blocks[place] if place in blocks else given[1]
-        act = notes.layers.get(place)
-        if act is None:
-            raise ValueError(
-                f"checkpoint `{reader.where}`: no activation of `{place}` in its metadata, expected one for experts "
-                "with a gate; save it again with `spec`."
-            )
-        if place in blocks:
-            return act.interleave, blocks[place]
-        unknown.append(place)
-        return act.interleave, act.interleave if interleave is None else given[1]
+            return fixed_or(source, given[0]), blocks.get(place, given[1])
+        if place not in (blocks if interleave is None else known):
+            unknown.append(place)
+        if interleave is not None:
+            return known.get(place, given[0]), blocks.get(place, given[1])
+        mine = known[place] if place in known else blocks.get(place)
+        return mine, blocks.get(place, mine)
 
     if notes is not None:
         if interleave is not None:
-            blocks = dict.fromkeys(notes.layers, given[1]) | blocks
-        check_activations(notes, model.activations, reader.where)
+            blocks = dict.fromkeys(layers, given[1]) | blocks
+        check_activations(notes, activations, reader.where)
         _check_stacked(notes, model, blocks, reader.where)
         check_agreement(notes, model.layout, blocks, convert, reader.where)
-    made = plan(reader.entries, source, model.layout, pair, targets=model.entries, shard=shard)
+    # Of layers outside of an MLP a foreign file says nothing: they are as the model's, unless `interleave` says it.
+    linears = set() if notes is None and interleave is None else {*blocks, *layers}
+    made = plan(reader.entries, source, model.layout, pair, targets=model.entries, shard=shard, linears=linears)
     if notes is not None:
         _same_formats(notes, model, made, reader.where)
-        if interleave is None and unknown:
+        _check_recorded(notes, made, reader.where)
+        if unknown and interleave is None:
             _check_known(notes, blocks, unknown[0], reader.where)
+        elif unknown:
+            _check_given(notes, given[0], unknown[0], reader.where)
     held = {_place_of(key) for key in model.optional.difference(made.missing)}
     missing = [key for key in made.missing if key not in model.optional or _place_of(key) in held]
     factors = {key for key in model.entries if is_factor(key)}
@@ -203,9 +209,29 @@ def _place_of(key: str) -> str:
     return key.rpartition(".")[0]
 
 
+def _check_recorded(notes: Recorded, made: Plan, where: str) -> None:
+    """Refuses experts with a gate whose activation the metadata lack."""
+    for place, gated in made.gated.items():
+        if gated and notes.layers.get(place) is None:
+            raise ValueError(
+                f"checkpoint `{where}`: no activation of `{place}` in its metadata, expected one for experts with a "
+                "gate; save it again with `spec`."
+            )
+
+
+def _check_given(notes: Recorded, block: int | None, unknown: str, where: str) -> None:
+    """Refuses an order of columns that are not recorded, those of `unknown`, other than that of experts beside them."""
+    for place, act in notes.layers.items():
+        if act is not None and act.gated and act.interleave != block:
+            raise ValueError(
+                f"`interleave` of load: {block} for the columns of `{unknown}` in checkpoint `{where}`, expected "
+                f"{act.interleave}, which it records for `{place}`; pass a pair that starts with that."
+            )
+
+
 def _check_known(notes: Recorded, blocks: Mapping[str, int | None], unknown: str, where: str) -> None:
-    """Refuses to reorder the columns of some experts if there are others, such as the moments of an optimiser, and the
-    order of their columns in the model is not known.
+    """Refuses to reorder the columns of some experts if there are others, such as the moments of an optimiser or of
+    adapters alone, and the order of their columns in the model is not known.
     """
     for place, recorded_block, wanted in reordered(notes, blocks):
         raise ValueError(
@@ -232,7 +258,7 @@ def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None
         if not move.part or not model.formats:
             continue
         ours = model.formats.get(move.targets[0].removesuffix(f".{move.part}"))
-        theirs = notes.formats.get(move.sources[0].removesuffix(f".{move.part}"))
+        theirs = notes.formats.get(stripped(move.sources[0]).removesuffix(f".{move.part}"))
         if ours is None or theirs is None:
             continue
         if [each.layout for each in ours] != [each.layout for each in theirs]:

@@ -1,8 +1,8 @@
-"""Weights of a checkpoint that are stored as FP8 codes with a scale for each block, as DeepSeek publishes them.
+"""Weights of a checkpoint that are stored as FP8 codes with a scale for each block, as DeepSeek and Qwen publish them.
 
-`X` holds codes [N, K] of float8_e4m3fn, and `X_scale_inv` float32 [ceil(N / 128), ceil(K / 128)], by which the codes of
-a block are multiplied. When such weights are read from files or converted in memory, they become the bfloat16 weights
-that codes and scales represent.
+`X` holds codes [N, K] of float8_e4m3fn, and `X_scale_inv` [ceil(N / 128), ceil(K / 128)], by which the codes of a block
+are multiplied: float32, or bfloat16 or float16 as in files of Qwen3. When such weights are read from files or converted
+in memory, they become the bfloat16 weights that codes and scales represent.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from grouped_core.safetensors_file import Facts
 
 SCALE, BLOCK = "_scale_inv", 128
 CODES, WIDE = "float8_e4m3fn", "bfloat16"
+SCALES = ("float32", "bfloat16", "float16")
 
 
 def coded_keys(entries: Mapping[str, Facts]) -> frozenset[str]:
@@ -40,10 +41,11 @@ def widened_entries(entries: Mapping[str, Facts], coded: frozenset[str], where: 
     for key in sorted(coded):
         codes, scales = entries[key], found.pop(f"{key}{SCALE}")
         blocks = tuple(-(-size // BLOCK) for size in codes.shape)
-        if codes.dtype != CODES or len(codes.shape) != 2 or scales != Facts(blocks, "float32"):
+        if codes.dtype != CODES or len(codes.shape) != 2 or scales.shape != blocks or scales.dtype not in SCALES:
             raise ValueError(
                 f"{subject}: `{key}` {codes} with scales {scales}, expected a matrix of {CODES} and "
-                f"float32{list(blocks)}, one scale for each block of {BLOCK} by {BLOCK}; dequantise it before."
+                f"{list(blocks)} of {', '.join(SCALES)}, one scale for each block of {BLOCK} by {BLOCK}; dequantise it "
+                "before."
             )
         found[key] = Facts(codes.shape, WIDE)
     return found
@@ -55,7 +57,7 @@ def widened(codes: Any, scales: Any, arrays: Arrays) -> Any:
     strips = []
     for at in range(scales.shape[0]):  # one strip at a time: the scales of all elements are as large as the weight
         strip = arrays.cast(codes[at * BLOCK : (at + 1) * BLOCK], "float32")
-        strips.append(arrays.cast(strip * scales[at][columns], WIDE))
+        strips.append(arrays.cast(strip * arrays.cast(scales[at], "float32")[columns], WIDE))
     return arrays.concatenate(strips, 0) if strips else arrays.cast(codes, WIDE)
 
 

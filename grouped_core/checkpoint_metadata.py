@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from grouped_core.activations import Activation, resolve
 from grouped_core.checkpoint_plan import Plan
 from grouped_core.formats import Format
-from grouped_core.layouts import LAYOUTS, Layout
+from grouped_core.layouts import LAYOUTS, Layout, stripped, unwrapped
 from grouped_core.safetensors_file import parse_json
 
 NAME = "jax_grouped"
@@ -33,7 +33,8 @@ class Recorded:
     """The metadata of a checkpoint.
 
     Attributes:
-        order: "gkn" or "gnk". layers: by place, the activation of each MLP; None if it has no gate and none was given.
+        order: "gkn" or "gnk". layers: by place, the activation of each MLP, and of each grouped linear layer in front
+        of an activation; None if it has no gate and none was given. Places are without leading segments `module`.
         groups: by place, the number of experts of all ranks. indexed: by place, whether there is a tensor per expert.
         formats: the formats of quantised weights, by their key. ranks: the number of files of the checkpoint.
     """
@@ -49,6 +50,19 @@ class Recorded:
     def layout(self) -> Layout:
         """The layout of its tensors."""
         return FILES[self.order]
+
+
+class Other(NamedTuple):
+    """A first weight that is in no unit of a plan.
+
+    Attributes:
+        kind: "stacked", of layers that a scan stacked; or "linear", a grouped linear layer in front of an activation.
+        groups: the number of experts. form: "grouped", or "indexed", with a tensor per expert.
+    """
+
+    kind: str
+    groups: int
+    form: str = "grouped"
 
 
 def beside(spec: Spec, known: Mapping[str, Activation]) -> Spec:
@@ -93,13 +107,13 @@ def described(
     spec: Spec,
     formats: Mapping[str, tuple[Format, ...]],
     ranks: int,
-    stacked: Mapping[str, int] = MappingProxyType({}),
+    others: Mapping[str, Other] = MappingProxyType({}),
 ) -> str:
     """The metadata of a checkpoint, as JSON.
 
     Args:
-        plan: the plan that made its tensors. spec: as in `save`. formats: those of quantised weights. stacked: the
-            number of experts of layers that a scan stacked, by place; recorded where their activation is known.
+        plan: the plan that made its tensors. spec: as in `save`. formats: those of quantised weights. others: by place,
+            first weights that are in no unit of the plan; recorded where their activation is known.
 
     Raises:
         ValueError: the activation of a layer with a gate is missing.
@@ -120,12 +134,11 @@ def described(
             if act is None or act.interleave is None
             else "interleaved",
         }
-    for place, groups in stacked.items():
+    for place, other in others.items():
         act = activation_of(spec, place, gated=False)
         if act is not None and place not in layers:
             gate = "" if not act.gated else "first" if act.interleave is None else "interleaved"
-            facts = {"groups": groups, "form": "grouped", "activation": dataclasses.asdict(act), "gate": gate}
-            layers[place] = {"kind": "stacked", **facts}
+            layers[place] = {**other._asdict(), "activation": dataclasses.asdict(act), "gate": gate}
     notes = {
         "version": VERSION,
         "layout": order,
@@ -170,13 +183,14 @@ def _read(notes: dict[str, Any]) -> Recorded:
     layers: dict[str, Activation | None] = {}
     groups: dict[str, int] = {}
     indexed: dict[str, bool] = {}
-    for place, entry in notes["layers"].items():
+    for path, entry in notes["layers"].items():
+        place = unwrapped(path)
         given = entry["activation"]
         layers[place] = None if given is None else Activation(**given)
         if type(entry["groups"]) is not int or entry["form"] not in ("grouped", "indexed"):
-            raise ValueError(f"groups or form of {place[:80]}")
+            raise ValueError(f"groups or form of {path[:80]}")
         groups[place], indexed[place] = entry["groups"], entry["form"] == "indexed"
-    formats = {key: tuple(Format(**each) for each in parts) for key, parts in notes["formats"].items()}
+    formats = {stripped(key): tuple(Format(**each) for each in parts) for key, parts in notes["formats"].items()}
     if notes["layout"] not in FILES or type(notes["ranks"]) is not int or not 1 <= notes["ranks"] < 1 << 20:
         raise ValueError("layout or ranks")
     return Recorded(notes["layout"], layers, groups, indexed, formats, notes["ranks"])

@@ -6,7 +6,7 @@ Everything is checked here, on facts, before any data is read. A frontend only e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,10 +24,15 @@ from grouped_core.layouts import (
     join,
     units_of,
 )
+from grouped_core.lora_layout import FirstFactor, first_factor
 from grouped_core.safetensors_file import Facts
 
 Interleaves = Callable[[str], tuple[int | None, int | None]]
-"""place of an MLP -> the blocks in which its gate and linear columns alternate, in the source and in the target."""
+"""place of an MLP -> the blocks in which its gate and linear columns alternate, in the source and in the target. It is
+also asked for places of `linears`, and for those of adapters beside which there is no MLP."""
+
+FIRST = ("wi", "wi_bias", "linear", "linear_bias")
+"""Roles whose columns an activation reads."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,7 @@ def _paths_for(target: Layout, kind: str, role: str, source: Role | None, keep: 
         ways = (target.one or target.mlp).get(role, ())
     else:
         ways = target.mlp.get(role, ())
-    if keep and source is not None:
+    if (keep or kind == "linear") and source is not None:
         indexed = source.indexed or (index and kind == "mlp")
         same = [each for each in ways if ("{}" in each[0]) == indexed and len(each) == len(source.paths)]
         ways = (*same, *ways)
@@ -222,6 +227,7 @@ def plan(
     targets: Mapping[str, Facts] | None = None,
     shard: Shard = WHOLE,
     keep: bool = False,
+    linears: Container[str] = (),
 ) -> Plan:
     """Plans a conversion of the tensors `sources`.
 
@@ -230,17 +236,18 @@ def plan(
         shard: without targets, the rank whose experts the sources hold: they are named by their numbers among those of
             all ranks. With targets, the rank whose experts are taken out of those of all ranks.
         keep: only without targets: experts that have separate tensors in the source have them in the result too.
+        linears: places of grouped linear layers outside of an MLP whose columns are permuted like those of an MLP.
 
     Raises:
         ValueError: a tensor is ambiguous, incomplete, or has a wrong shape or dtype. Keys of the target that no source
             provides raise nothing; they are in `Plan.missing`.
     """
-    wanted = None if targets is None else units_of(targets, target, strip=True, places=frozenset())
+    wanted = None if targets is None else units_of(targets, target, strip=True, places=frozenset(), linears=linears)
     places = None if wanted is None else wanted.units.keys()
-    given = units_of(sources, source, strip=targets is not None, places=places)
+    given = units_of(sources, source, strip=targets is not None, places=places, linears=linears)
     if wanted is not None and given.units and any(kind == "linear" for kind, _ in given.units):
-        wanted = units_of(targets or {}, target, strip=True, places=given.units.keys())
-    made = _Maker(sources, targets, source, target, interleaves, shard, keep, Plan(units=given))
+        wanted = units_of(targets or {}, target, strip=True, places=given.units.keys(), linears=linears)
+    made = _Maker(sources, targets, source, target, interleaves, shard, keep, linears, Plan(units=given))
     for at, unit in given.units.items():
         other = None if wanted is None else wanted.units.get(at)
         if wanted is None:
@@ -275,6 +282,7 @@ class _Maker:
     interleaves: Interleaves
     shard: Shard
     keep: bool
+    linears: Container[str]
     plan: Plan
 
     def leave(self, keys: Iterable[str]) -> None:
@@ -286,17 +294,64 @@ class _Maker:
                 self.plan.unused.append(key)
 
     def others(self, rest: Mapping[str, str], targets: Mapping[str, str] | None) -> None:
-        """Tensors of no unit, which keep their names."""
+        """Tensors of no unit, which keep their names. Of adapters, columns are permuted like those of their weights."""
         for name, key in rest.items():
-            if targets is None:
-                self.leave([key])
-                continue
-            to = targets.get(name)
-            if to is None or self.targets is None:
+            to = key if targets is None else targets.get(name)
+            if to is None:
                 self.plan.unused.append(key)
                 continue
-            self._same(key, self.sources[key], self.targets[to])
-            self.plan.moves.append(Move((key,), (to,), (), (self.targets[to],)))
+            facts = self.sources[key]
+            if self.targets is not None:
+                self._same(key, facts, self.targets[to])
+            self.plan.moves.append(Move((key,), (to,), self._of_adapter(name, key), (facts,)))
+
+    def _of_adapter(self, name: str, key: str) -> tuple[Step, ...]:
+        """The steps of a tensor of no unit; there are some if it is factor B of an adapter and its columns change.
+
+        Args:
+            name: the key as units have it.
+        """
+        factor = first_factor(name) or self._linear_factor(name)
+        if factor is None:
+            return ()
+        of_layer = ("layer", factor.path) in self.plan.units.units
+        place = join(factor.path, "experts") if of_layer else factor.path
+        gated = self.plan.gated.get(place)
+        source, target = (None, None) if gated is False else self.interleaves(place)
+        if source == target:
+            return ()
+        facts = self.sources[key]
+        if len(facts.shape) != 3:
+            raise ValueError(
+                f"checkpoint: `{key}` {facts}, an adapter whose columns change from interleave {source} to {target}, "
+                "expected three axes, those of one layer; convert each layer by itself, or merge the adapters first."
+            )
+        if gated is None and factor.second and not self._has_gate(key, key.removesuffix(name), factor):
+            return ()
+        way = [] if source is None else [steps.Contiguous(source, factor.axis)]
+        way += [] if target is None else [steps.Interleaved(target, factor.axis)]
+        self._after([key], way, [facts])
+        return tuple(way)
+
+    def _linear_factor(self, name: str) -> FirstFactor | None:
+        """Factor B of one of `linears`. Its columns have a gate if their order changes: else the blocks are None."""
+        path = name.removesuffix(".lora_B")
+        return FirstFactor(path, -2) if path != name and path in self.linears else None
+
+    def _has_gate(self, key: str, start: str, factor: FirstFactor) -> bool:
+        """Whether the columns of an adapter without its weights are a gate and a linear half.
+
+        Args:
+            start: the segments that `stripped` leaves out.
+        """
+        second = self.sources.get(start + factor.second)
+        if second is None or len(second.shape) != 3:
+            raise ValueError(
+                f"checkpoint: `{key}` without its weights and without `{start}{factor.second}`, expected one of them, "
+                "to know whether the columns, whose order changes, have a gate; pass them too, or merge the adapters "
+                "first."
+            )
+        return self.sources[key].shape[factor.axis] == 2 * second.shape[factor.depth]
 
     def unit(self, unit: Unit, other: Unit | None) -> None:
         """The moves of one unit."""
@@ -306,12 +361,14 @@ class _Maker:
             gated = self._gated(unit, groups)
             self.plan.gated[unit.place], self.plan.groups[unit.place] = gated, groups
             blocks = self.interleaves(unit.place) if gated else (None, None)
+        elif unit.kind == "linear" and unit.place in self.linears:
+            blocks = self.interleaves(unit.place)
         for name, role in unit.roles.items():
             to = None if other is None else other.roles.get(name)
             if other is not None and to is None:
                 self.leave(role.keys)
                 continue
-            self._role(_Role(unit, name, role), to, groups, blocks if name in ("wi", "wi_bias") else (None, None))
+            self._role(_Role(unit, name, role), to, groups, blocks if name in FIRST else (None, None))
 
     def _groups(self, unit: Unit, other: Unit | None) -> int:
         """The number of experts of the source, of all ranks if they are in it."""

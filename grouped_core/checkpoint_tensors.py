@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from grouped_core.checkpoint_files import some_names
 from grouped_core.checkpoint_fp8 import SCALE, coded_keys, widened, widened_entries
-from grouped_core.checkpoint_metadata import FILES, Spec, described
+from grouped_core.checkpoint_metadata import FILES, Other, Spec, described
 from grouped_core.checkpoint_plan import Move, Plan, Shard, fixed_or, interleave_option, plan
 from grouped_core.formats import FORMATS, Format, QTensor
 from grouped_core.layout_steps import Arrays, run_steps
@@ -77,6 +78,7 @@ def converted(
     facts_of: Callable[[Any], Facts],
     arrays: Arrays,
     own: Mapping[str, int | None],
+    linears: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Flat:
     """A flat tree in another layout; what no layer of experts owns stays as it is.
 
@@ -84,6 +86,8 @@ def converted(
 
     Args:
         own: for the path of each MLP of a module, the block in which its columns alternate; it replaces `interleave`.
+        linears: the same for grouped linear layers outside of an MLP. They have no name of their own, so their columns
+            change only if the layout stays.
 
     Raises:
         ValueError: a tensor is ambiguous, incomplete or does not fit, or the experts have another layout than `source`.
@@ -103,7 +107,16 @@ def converted(
                 "convert the layers that a scan stacked one by one, e.g. with jax.tree.map(lambda a: a[layer], tree)."
             )
     entries = widened_entries(facts, coded)
-    made = plan(entries, here, there, lambda place: (own.get(place, pair[0]), pair[1]))
+    linears = linears if here == there else {}
+    known, asked = {**own, **linears}, dict[str, int | None]()
+
+    def blocks(place: str) -> tuple[int | None, int | None]:
+        asked[place] = known.get(place, pair[0])
+        return asked[place], pair[1]
+
+    made = plan(entries, here, there, blocks, linears=linears)
+    if interleave is None and here.interleave is ...:
+        _check_known(asked, known, pair[1])
     if not made.units.units and not scanned:
         others = [each.name for each in LAYOUTS.values() if units_of(entries, each, strip=False).units]
         if others:
@@ -117,6 +130,19 @@ def converted(
 
     result = {key: value for _, _, key, value in executed(made, read, arrays)}
     return unflatten(result, _quantised_targets(made, quantised, here, there, result))
+
+
+def _check_known(asked: Mapping[str, int | None], known: Mapping[str, int | None], target: int | None) -> None:
+    """Refuses to reorder the columns of a module beside others, such as moments, whose order only the caller knows."""
+    moved = [place for place, block in asked.items() if place in known and block != target]
+    for place in asked:
+        if moved and place not in known:
+            block = asked[moved[0]]
+            raise ValueError(
+                f"`interleave` of convert: None for `{place}` beside `{moved[0]}`, whose columns change from "
+                f"interleave {block} to {target}, expected to know the order of both; pass "
+                f"interleave=({block}, {target})."
+            )
 
 
 class Made(NamedTuple):
@@ -194,11 +220,13 @@ def saving(
     facts_of: Callable[[Any], Facts],
     formats: Mapping[str, tuple[Format, ...]],
     shard: Shard,
+    linears: Mapping[str, Other] = MappingProxyType({}),
 ) -> Saved:
     """Plans the file of a flat tree; nothing but names changes.
 
     Args:
         layout: "torch_bridge" or "jax_grouped". formats: those of quantised weights that are in parts already, by key.
+            linears: grouped linear layers outside of an MLP whose columns an activation reads, by path.
 
     Raises:
         ValueError: the activation of a layer with a gate is missing, or a name is not possible.
@@ -221,8 +249,8 @@ def saving(
     }
     if shard.ranks > 1:
         named = {}  # of members; files of one checkpoint have the same metadata
-    layers = {place: facts[key].shape[1] for place, key in stacked(facts, here).items()}
-    return Saved(made, described(made, order, spec, named, shard.ranks, layers), flat)
+    layers = {place: Other("stacked", facts[key].shape[1]) for place, key in stacked(facts, here).items()}
+    return Saved(made, described(made, order, spec, named, shard.ranks, {**linears, **layers}), flat)
 
 
 _SCALING = re.compile(r"scaling[._](scale|history|top)$")

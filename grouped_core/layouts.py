@@ -7,15 +7,16 @@ G groups (experts), H hidden size, F expert width, i the index of an expert.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from grouped_core.safetensors_file import Facts
 
+_Value = TypeVar("_Value")
 Paths = tuple[str, ...]
 """One path of a tensor, or two, of gate and linear half; `{}` is the index of an expert."""
 
@@ -213,6 +214,21 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
+def unwrapped(path: str) -> str:
+    """`stripped` for the path of a layer, which is "" if it is inside of wrappers alone."""
+    return stripped(f"{path}.").removesuffix(".")
+
+
+def unwrapped_paths(layers: Mapping[str, _Value]) -> dict[str, _Value]:
+    """A mapping of the paths of layers, each `unwrapped`."""
+    return {unwrapped(path): each for path, each in layers.items()}
+
+
+def dotted(prefix: str) -> str:
+    """The start of the keys below the path `prefix`, which may end in a dot already; "" is the start of all keys."""
+    return f"{prefix.removesuffix('.')}." if prefix else ""
+
+
 def stripped(key: str) -> str:
     """The key without leading segments `module`, which wrappers of data parallelism add."""
     while key.startswith("module."):
@@ -383,13 +399,22 @@ class Keys(NamedTuple):
     rest: dict[str, str]
 
 
-def units_of(entries: Mapping[str, Facts], layout: Layout, *, strip: bool, places: Any = None) -> Keys:
+def units_of(
+    entries: Mapping[str, Facts],
+    layout: Layout,
+    *,
+    strip: bool,
+    places: Any = None,
+    linears: Container[str] = (),
+) -> Keys:
     """The units among the keys of `entries`.
 
     Args:
         strip: whether leading segments `module` are left out of paths.
         places: (kind, place) of the units to look for; then tensors of any shape count as theirs. None: every MLP
             whose weights have the axes of the layout.
+        linears: paths at which a grouped linear layer outside of an MLP is one whose columns an activation reads, and
+            so is a unit in either form.
 
     Raises:
         ValueError: two keys, or two ways to write them, mean the same tensor.
@@ -435,10 +460,13 @@ def units_of(entries: Mapping[str, Facts], layout: Layout, *, strip: bool, place
     for path, roles in mlps.items():
         if _whole(roles, entries, places is not None and ("mlp", path) in places):
             add(Unit("mlp", path, roles))
-    if layout.linear and places is not None:
+    if layout.linear:
         left = {name: key for name, key in keys.items() if key not in taken}
         for path, roles in _matched(left, _table(layout, "linear")).items():
-            if "linear" in roles and (("linear", path) in places or roles["linear"].indexed):
+            if "linear" not in roles:
+                continue
+            wanted = places is not None and (("linear", path) in places or roles["linear"].indexed)
+            if wanted or path in linears:
                 add(Unit("linear", path, roles))
     return Keys(found, {name: key for name, key in keys.items() if key not in taken})
 

@@ -1,5 +1,6 @@
-"""Adapters in the layout of PEFT's `target_parameters`: all experts in two matrices, A [G r, K] and B [N, r G].
+"""Adapters in checkpoints: the names of their factors, and the layout of PEFT's `target_parameters`.
 
+In that layout all experts are in two matrices, A [G r, K] and B [N, r G].
 Row g r + i of A is row i of expert g; column i G + g of B is column i of expert g.
 Letters: G groups (experts), K in, N out, r rank.
 """
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from grouped_core.layouts import join
 
 Array = Any
 """An array of NumPy, JAX or PyTorch."""
@@ -20,6 +23,35 @@ _FACTOR = re.compile(r"(.*[._/])?lora_[abAB]")
 def is_factor(key: str) -> bool:
     """Whether a parameter of this name is a factor of a layer's adapter, in either framework."""
     return _FACTOR.fullmatch(key) is not None
+
+
+class FirstFactor(NamedTuple):
+    """Factor B of the adapter of the first weight of an MLP. Its columns are those of the weight, in the same order.
+
+    Attributes:
+        path: where the names of the MLP start. axis: the axis of the columns. second: the name of factor A of the
+            second weight, "" if the layer is outside of an MLP. depth: the axis of that factor that has the expert
+            width.
+    """
+
+    path: str
+    axis: int
+    second: str = ""
+    depth: int = 0
+
+
+_FIRST = {"linear_fc1.lora_B": (-2, "linear_fc2.lora_A", -1), "wi_lora_b": (-1, "wo_lora_a", -2)}
+"""By the name of B in PyTorch, [G, N, r], and in JAX, [G, r, N]: the last three attributes of `FirstFactor`."""
+
+
+def first_factor(key: str) -> FirstFactor | None:
+    """What a name says of factor B of a first weight, in either framework; None if it names another tensor."""
+    for name, (axis, second, depth) in _FIRST.items():
+        path = key.removesuffix(name)
+        if path != key and (not path or path.endswith(".")):
+            path = path.removesuffix(".")
+            return FirstFactor(path, axis, join(path, second), depth)
+    return None
 
 
 def from_peft(

@@ -152,7 +152,7 @@ def router_grad(
     sequences = None
     if op.capacity_factor is not None:
         given["kept"] = kept
-    if found is not None and d_losses is not None:
+    if op.has_losses and found is not None and d_losses is not None:
         sequences = tokens if sequence_sizes is None else sequence_sizes
         given |= {"sequence_sizes": sequences, "slopes": found.slopes, "z_slope": found.z_slope, "d_losses": d_losses}
     call = routing_calls.router_grad(

@@ -54,12 +54,19 @@ class Router:
     z_coeff: float
 
     @property
+    def has_losses(self) -> bool:
+        """Whether a loss has a gradient: the losses of coefficients 0 are constants and take no part in backward, where
+        0 times an infinite logit would be NaN.
+        """
+        return self.aux_coeff != 0 or self.z_coeff != 0
+
+    @property
     def reads_logits(self) -> bool:
         """Whether the gradient of the logits reads them. That of weights which are a softmax over the chosen experts
         follows from the weights.
         """
         of_chosen = self.scores.score == "softmax" and (self.scores.after_topk or self.scores.normalize)
-        return not of_chosen or self.scores.scale == 0 or self.aux_coeff != 0 or self.z_coeff != 0
+        return not of_chosen or self.scores.scale == 0 or self.has_losses
 
     def capacity(self, tokens: int, experts: int) -> int | None:
         """Slots per expert; None: as many as there are."""
@@ -273,8 +280,12 @@ def check_topk_router(
     sequence_sizes: ArraySpec | None = None,
     key: ArraySpec | None = None,
     jitter: float = 0.0,
+    ranks: int = 1,
 ) -> None:
     """Checks the arrays of `topk_router`; the names are those of its arguments.
+
+    Args:
+        ranks: the number of ranks that each have as many sequences of their own.
 
     Raises:
         TypeError: dtypes. ValueError: shapes, or a key without jitter and the other way round.
@@ -291,8 +302,11 @@ def check_topk_router(
     _shape(name, "mask", mask, (tokens,), "= one value per token")
     _shape(name, "experts", experts, (tokens, k), "= k experts per token")
     _mask(name, mask)
-    if sequence_sizes is not None and not 1 <= sequence_sizes.shape[0] <= MAX_GROUPS:
-        raise _wrong("sequence_sizes", f"{sequence_sizes.shape[0]} sequences", f"1 to {MAX_GROUPS}", "pass their sizes")
+    if sequence_sizes is not None and not 1 <= sequence_sizes.shape[0] <= MAX_GROUPS // ranks:
+        came, most = f"{sequence_sizes.shape[0]} sequences", f"1 to {MAX_GROUPS // ranks}"
+        if ranks > 1:
+            came, most = f"{came} on each of {ranks} ranks", f"{most}, of {MAX_GROUPS} on all ranks"
+        raise _wrong("sequence_sizes", came, most, "pass their sizes")
     if (key is None) != (not jitter):
         came = "None with jitter" if jitter else "given without jitter"
         raise _wrong("key", came, "a key if and only if logits are jittered", "pass both, or neither")

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from grouped_core.exchange import check_budget_factor
+from grouped_core.formats import as_flag
 from grouped_core.routing_spec import check_of_layer, router_option
 from jax_grouped import parallel
 from jax_grouped._arguments import as_array, axis_name_option
@@ -92,6 +93,12 @@ CONSTRUCTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The arguments of each layer; those of NNX also have `rngs`."""
 
 
+def check_flags(layer: str, **flags: Any) -> None:
+    """Refuses flags that are neither True nor False. Raises TypeError."""
+    for name, flag in flags.items():
+        as_flag(name, flag, layer)
+
+
 def router_options(layer: Any) -> dict[str, Any]:
     """The options of its router that a layer holds; without jitter where the layer is deterministic."""
     options = {name: getattr(layer, name) for name in ROUTER}
@@ -102,10 +109,12 @@ def check_moe(layer: Any) -> None:
     """Refuses sizes and options of a MoE layer that are out of range.
 
     Raises:
-        TypeError: a size is not an integer. ValueError: a size or an option is out of range, or two contradict.
+        TypeError: a size is not an integer, or a flag is no bool. ValueError: a size or an option is out of range, or
+            two contradict.
     """
     experts, chosen = layer.num_experts, layer.num_experts_per_tok
     check_positive("MoE", num_experts=experts, num_experts_per_tok=chosen)
+    check_flags("MoE", **{name: getattr(layer, name) for name in ("shared_gate", "once_per_rank", "fsdp")})
     if chosen > experts:
         raise ValueError(
             f"`num_experts_per_tok` of MoE: {chosen}, expected 1 to {experts}, the number of experts; choose fewer."

@@ -16,7 +16,7 @@ from etils import epath
 
 from grouped_core.checkpoint_files import below
 from grouped_core.checkpoint_metadata import NAME, Recorded, recorded
-from grouped_core.layouts import stripped
+from grouped_core.layouts import dotted, stripped
 from grouped_core.safetensors_file import Facts
 from jax_grouped._checkpoint_trees import nested, taken
 
@@ -118,7 +118,7 @@ def opened(path: str | os.PathLike[str], prefix: str = "") -> Folder:
             f"checkpoint `{where}`: no readable Orbax folder with an item `{_ARRAYS}` ({type(error).__name__}: "
             f"{str(error)[:120]}), expected one that `save` wrote; pass its path."
         ) from error
-    start = stripped(f"{prefix}.") if prefix else ""
+    start = stripped(dotted(prefix))
     names: dict[str, str] = {}
     found = {name: Facts(tuple(each.shape), str(jax.numpy.dtype(each.dtype))) for name, each in _flat(tree).items()}
     for name in found:

@@ -184,6 +184,9 @@ def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
         ValueError: an axis is no multiple.
     """
     axes = plan.axes
+    if (split := dict(plan.routing).get("split_sequences", False)) is not False:
+        words = "`sequence_sizes` are those of all tokens there; leave it out"
+        raise _wrong("split_sequences", f"{split!r} outside of shard_map", "False", words)
     mlp = Mlp(MlpNames(), activations.resolve(plan.activation), transposed=plan.rhs_transposed)
     wi = arrays["wi"]
     shapes = {"wi": None if isinstance(wi, tuple | list) else wi, "wo": arrays["wo"]}

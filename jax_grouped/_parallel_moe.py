@@ -189,6 +189,7 @@ def open_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
         if sizes is not None:
             tokens = local["x"].shape[0]
             local = local | {"sequence_sizes": _own_sizes(local["sequence_sizes"], tokens, plan.axes)}
+            return local_moe(replace(plan, routing=(*plan.routing, ("split_sequences", True))), local)
         return local_moe(plan, local)
 
     return jax.shard_map(

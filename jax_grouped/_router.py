@@ -98,7 +98,7 @@ def _route_fwd(options: Options, logits: Any, given: Given) -> tuple[Routed, _Sa
         read=chosen.read,
         first=chosen.first,
         kept=chosen.experts if op.capacity_factor is not None else None,
-        losses=losses._replace(lost=None, overflow=None) if op.aux_coeff or op.z_coeff else None,
+        losses=losses._replace(lost=None, overflow=None) if op.has_losses else None,
         mask=given.mask,
         key=given.key,
         sequence_sizes=given.sequence_sizes,

@@ -105,8 +105,8 @@ def load(
         interleave: for a checkpoint that another library wrote, the block in which gate and linear columns alternate. A
             tree of arrays does not record its block either: a pair has that of the checkpoint and that of the tree.
         convert: whether a checkpoint of this library may be converted to the order of axes and of columns in the tree,
-            and FP8 weights with `weight_scale_inv`, as DeepSeek publishes them, may be read as bfloat16.
-        prefix: the path below which the tree is in the checkpoint.
+            and FP8 weights with `weight_scale_inv`, as DeepSeek and Qwen publish them, may be read as bfloat16.
+        prefix: the path below which the tree is in the checkpoint, with or without a dot at its end.
         shard: (rank, ranks): the tree has the experts of one rank, and takes them from those of all ranks.
 
     Returns:
@@ -147,7 +147,7 @@ def load(
 def convert(tree: Any, source: str, target: str, *, interleave: Interleave = None) -> dict[str, Any]:
     """A tree in another layout: names, shapes and the order of columns change, values never do.
 
-    FP8 weights with `weight_scale_inv`, as DeepSeek publishes them, become bfloat16 as in `load`, in experts and
+    FP8 weights with `weight_scale_inv`, as DeepSeek and Qwen publish them, become bfloat16 as in `load`, in experts and
     outside: the same values where scales are powers of two, else rounded once.
 
     Args:

@@ -185,6 +185,7 @@ class GroupedLinear(_LoraLayer):
             "GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features
         )
         _layer_options.check_dtypes("GroupedLinear", dtype, param_dtype)
+        _layer_options.check_flags("GroupedLinear", use_bias=use_bias, deterministic=deterministic)
         check_rngs("GroupedLinear", rngs)
         shape = (num_groups, in_features, out_features)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **kernel_metadata)
@@ -192,7 +193,7 @@ class GroupedLinear(_LoraLayer):
         if use_bias:
             self.bias = nnx.Param(bias_init(rngs.params(), (num_groups, out_features), param_dtype), **bias_metadata)
         self.dtype = dtype
-        self.deterministic = deterministic
+        self.deterministic = bool(deterministic)
         self._hold_recipe(recipe, num_groups, 1, rngs)
         self._hold_lora(("lora",), (shape,), (lora_rank, lora_alpha, lora_dropout), param_dtype, rngs)
 
@@ -248,6 +249,7 @@ class _Experts(_LoraLayer):
     ) -> None:
         _layer_options.check_positive(type(self).__name__, num_groups=num_groups, hidden=hidden, mlp_dim=mlp_dim)
         _layer_options.check_dtypes(type(self).__name__, dtype, param_dtype)
+        _layer_options.check_flags(type(self).__name__, use_bias=use_bias, deterministic=deterministic)
         check_rngs(type(self).__name__, rngs)
         self.activation = resolve(activation)
         wide = self.activation.fc1_width(mlp_dim)
@@ -260,7 +262,7 @@ class _Experts(_LoraLayer):
             self.wo_bias = nnx.Param(bias_init(rngs.params(), (num_groups, hidden), param_dtype), **bias_metadata)
         self.dtype = dtype
         self.residuals = residuals_option(residuals, can_offload=True)
-        self.deterministic = deterministic
+        self.deterministic = bool(deterministic)
         self._hold_recipe(recipe, num_groups, 2, rngs)
         self._hold_adapters(lora_rank, lora_alpha, lora_dropout, param_dtype=param_dtype, rngs=rngs)
 
@@ -429,6 +431,7 @@ class MoE(_Experts):
         self.shared_dim, self.shared_gate = shared_dim, shared_gate
         self.mesh_axes, self.transport, self.budget_factor = mesh_axes, transport, budget_factor
         self.once_per_rank, self.send, self.fsdp = once_per_rank, send, fsdp
+        _layer_options.check_flags("MoE", selection_bias=selection_bias)
         _layer_options.check_moe(self)
         options = {"param_dtype": param_dtype, "deterministic": deterministic, **options}
         adapters = {name: options.pop(name) for name in _LORA_OPTIONS if name in options}

@@ -102,7 +102,8 @@ def moe(
             are; those of `shared` are replicated. Tokens then travel as they are. Not with `fsdp`, a tensor axis or a
             ring. Each rank adds its number to the high word of the key, so masks are not those of one device.
         routing: options of `route.topk_router`; `mask` [T] and `experts` [T, k] are split as `x` is. Outside of
-            `shard_map`, `sequence_sizes` [S] are those of all tokens.
+            `shard_map`, `sequence_sizes` [S] are those of all tokens, wherever ranks begin; inside, those of this
+            rank's tokens, as many on every rank, or parts with `split_sequences`.
 
     Returns:
         y [T, H] in the dtype of x, and `MoEAux`, equal on all ranks: losses, load and entropy of all tokens, dropped
@@ -158,7 +159,7 @@ def moe(
         lora_scaling=lora_scaling,
         lora_dropout=lora_dropout,
         routing=tuple(sorted(routing.items())),
-        check_vma=bool(check_vma),
+        check_vma=as_flag("check_vma", check_vma),
     )
     check_moe(plan, arrays)
     if name == "ragged_all_to_all":

@@ -17,11 +17,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from grouped_core import routing as rules
 from grouped_core import routing_spec
 from grouped_core.calls import spec_of
+from grouped_core.formats import as_flag
 from grouped_core.linear_spec import check_made_by
 from grouped_core.routing_calls import SCORES as SCORES
 from grouped_core.routing_spec import alignment_for as alignment_for
 from grouped_core.routing_spec import router_option
-from jax_grouped import _router, _rows
+from jax_grouped import _mesh, _router, _rows
 from jax_grouped._arguments import AnyArray, as_array, axis_names, to_int32
 from jax_grouped._router import AxisName as AxisName
 from jax_grouped._router import Given, Options, Routed
@@ -104,6 +105,7 @@ def topk_router(
     z_coeff: float = 0.0,
     axis_name: AxisName = None,
     sequence_sizes: Int[AnyArray, " S"] | None = None,
+    split_sequences: bool = False,
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"], MoEAux]:
     """The k experts of each token, their weights, and the load-balancing and z losses.
 
@@ -131,7 +133,9 @@ def topk_router(
         axis_name: mesh axes over which the sums of the losses are added, inside `shard_map`; the losses and the entropy
             are then those of all shards. Choice, capacity and load stay those of the shard.
         sequence_sizes: [S], tokens of consecutive sequences: the auxiliary loss is the mean of those of each sequence.
-            None: all tokens are one. With `axis_name`, sequence s of every shard is one sequence.
+            None: all tokens are one. With `axis_name`, the sequences of every shard are its own, and the mean is over
+            those of all shards; None: the tokens of all shards are one sequence.
+        split_sequences: sequence s of all shards is one sequence instead, of which each shard has a part.
 
     Returns:
         weights fp32 [T, k] (differentiable), experts int32 [T, k] (best first, ties to the lower index), `MoEAux`.
@@ -152,8 +156,10 @@ def topk_router(
         )
     )
     logits = as_array("logits", logits, "[T, E]")
+    axes, split = axis_names("topk_router", axis_name), as_flag("split_sequences", split_sequences, "topk_router")
+    of_shards = None if split or given.sequence_sizes is None else axes
     specs = {name: None if each is None else spec_of(each) for name, each in given._asdict().items()}
-    routing_spec.check_topk_router(k, spec_of(logits), jitter=jitter, **specs)
+    routing_spec.check_topk_router(k, spec_of(logits), jitter=jitter, ranks=_mesh.size_of(of_shards), **specs)
     op = router_option(
         logits.shape[1],
         k,
@@ -175,11 +181,23 @@ def topk_router(
         bias=None if given.bias is None else given.bias.astype(jnp.float32),
         mask=None if given.mask is None else given.mask.astype(jnp.uint8),
         experts=None if given.experts is None else to_int32(given.experts),
-        sequence_sizes=None if given.sequence_sizes is None else to_int32(given.sequence_sizes),
+        sequence_sizes=None if given.sequence_sizes is None else _among_all(to_int32(given.sequence_sizes), of_shards),
     )
-    found: Routed = differentiable(_router.route, Options(op, axis_names("topk_router", axis_name)), logits, given)
+    found: Routed = differentiable(_router.route, Options(op, axes), logits, given)
     aux = MoEAux(found.load[0], found.aux_loss, found.z_loss, found.dropped, found.overflow, found.entropy)
     return found.weights, found.experts, aux
+
+
+def _among_all(sizes: Array, axes: tuple[str, ...] | None) -> Array:
+    """The sizes [P S] of the sequences of all P shards, of which only the own ones, given by `sizes` [S], have tokens.
+
+    The sums over shards then are those of different sequences, and sequences without tokens do not count.
+    """
+    if axes is None:
+        return sizes
+    count = sizes.shape[0]
+    whole = _mesh.vary_over(jnp.zeros((_mesh.size_of(axes) * count,), sizes.dtype), axes)
+    return jax.lax.dynamic_update_slice(whole, _mesh.vary_over(sizes, axes), (_mesh.rank_of(axes) * count,))
 
 
 def hash_experts(

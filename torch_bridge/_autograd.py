@@ -17,7 +17,7 @@ from torch_bridge._args import Arguments, Checked, check_buffers, check_gradient
 from torch_bridge._asked import Places, is_asked, places_of
 from torch_bridge._checks import NAMES
 from torch_bridge._compiling import is_compiling
-from torch_bridge._gradients import Owner, Route, WeightGradient, check_listed_once
+from torch_bridge._gradients import Owner, Route, WeightGradient, check_listed_once, check_reduced
 from torch_bridge._once_differentiable import once_differentiable
 from torch_bridge._record import Prepared, Rule
 from torch_bridge._scaling import Scaling, with_copied_scales
@@ -134,6 +134,7 @@ def differentiable(
         products = zip(rest.routes, *of_each, strict=True)
         routes = [route.elsewhere(*own, to_main_grad=given.to_main_grad) for route, *own in products]
         check_listed_once(*[(route.name, route.owners) for route in routes])
+        check_reduced(routes)
         rest = rest._replace(routes=routes, accumulators=given.accumulators, places=places_of(receivers, routes))
     if grad_input is not None:
         rest = rest._replace(grad_input=grad_input, for_leaf=given.leaf is not None and given.leaf.is_leaf)

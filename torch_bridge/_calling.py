@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_bridge import _autocast, _codec, main_grad
 from torch_bridge._autograd import Operation, Owners, differentiable
 from torch_bridge._compiling import allow_in_graph, is_compiling
-from torch_bridge._gradients import Owner, check_listed_once, names_of
+from torch_bridge._gradients import Owner, check_listed_once, names_of, runs_in_ddp
 from torch_bridge._symbols import MOST_SYMBOLS, settle_rows
 from torch_bridge._tensors import master_of, members
 from torch_bridge._weight_forms import WeightForms
@@ -55,7 +55,7 @@ def run(
     ]
     to_main_grad = isinstance(wgrad_accum, str)
     queued = [owner for owner in owners if owner is not None and owner.queue is not None]
-    flagged = [own for own in parameters if to_main_grad and main_grad.needs_python(own)]
+    flagged = [own for own in parameters if to_main_grad and (main_grad.needs_python(own) or runs_in_ddp())]
     if queued or flagged or [each for each in caches or () if each is not None]:
         return _outside(name, arguments, wgrad_accum, implementation, out, grad_input, owners, caches)
     count, replaced = len(masters), [None] * len(masters)
@@ -69,7 +69,10 @@ def run(
     return _node(name, *node, out, grad_input, tuple(replaced))
 
 
-_REASON = "delayed weight gradients, flags of main_grad and weight caches are state of Python: they run beside a graph"
+_REASON = (
+    "delayed weight gradients, flags of main_grad, weight caches and DistributedDataParallel around them are state of "
+    "Python: they run beside a graph"
+)
 _outside: Any = torch.compiler.disable(run, reason=_REASON)
 
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from grouped_core import exchange, routed, routing
 from grouped_core.exchange import Exchange
 from grouped_core.formats import Format
 from torch_bridge import _codec, _routing, _symmetric
+from torch_bridge._agreement import Fact, check_agreement
 from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, differentiate_once, permute_backward, save
@@ -26,19 +26,42 @@ from torch_bridge._symbols import MOST_SYMBOLS, settle_rows
 from torch_bridge.sizes import every_row
 
 
-def check_tokens(function: str, tokens: int, process_group: Any) -> None:
-    """Checks for GROUPED_DEBUG=ranks that all ranks have the same number of tokens; every rank waits for the others.
+def check_sent(function: str, x: Tensor, weights: Tensor, process_group: Any) -> None:
+    """Checks for GROUPED_DEBUG=ranks that all ranks send as many tokens, and agree on which gradients come back.
 
     Raises:
-        ValueError: on all ranks, because they have different numbers of tokens.
+        ValueError: on all ranks, because they do not.
     """
-    found: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(found, tokens, process_group)
-    if len(set(found)) > 1:
-        raise ValueError(
-            f"{function}: {', '.join(map(str, found))} tokens on the ranks of `process_group`, expected the same "
-            "number on every rank; pad with tokens that `mask` leaves out."
-        )
+    every = "the same on every rank, because all of them exchange the gradient or none does"
+    check_agreement(
+        function,
+        process_group,
+        Fact(x.shape[0], "tokens", "the same number on every rank; pad with tokens that `mask` leaves out"),
+        Fact(_needs(x), "(whether `x` needs a gradient)", f"{every}; call `x.requires_grad_()` on the others too"),
+        Fact(
+            _needs(weights),
+            "(whether the router's weights need a gradient)",
+            f"{every}; freeze the router on all ranks, or on none",
+        ),
+    )
+
+
+def check_results(function: str, results: Tensor, process_group: Any) -> None:
+    """Checks for GROUPED_DEBUG=ranks that the results of the experts need a gradient on all ranks or on none.
+
+    Raises:
+        ValueError: on all ranks, because some need one.
+    """
+    expected = (
+        "the same on every rank, because all of them exchange the gradient or none does; where only some ranks train "
+        "their experts, call `x.requires_grad_()` on the tokens of every rank"
+    )
+    what = "(whether results of the experts need a gradient)"
+    check_agreement(function, process_group, Fact(_needs(results), what, expected))
+
+
+def _needs(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
 
 
 class SendFacts(NamedTuple):

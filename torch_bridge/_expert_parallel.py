@@ -18,7 +18,6 @@ from torch import Tensor
 
 from grouped_core import exchange
 from grouped_core.activations import Activation
-from grouped_core.debug import debug_flags
 from grouped_core.exchange import Exchange
 from grouped_core.formats import Format, QTensor, as_flag
 from grouped_core.mlp_spec import Residuals
@@ -27,7 +26,6 @@ from grouped_core.routing_spec import check_shared
 from torch_bridge import _autocast, _codec, _exchange, _routing, _symmetric, main_grad, route
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_group, check_operand
-from torch_bridge._compiling import is_compiling
 from torch_bridge._expert_lora import AdapterOptions, check_adapters
 from torch_bridge._router import router_logits
 from torch_bridge._serialized import name_in_files
@@ -125,8 +123,7 @@ class AllToAll:
 
     def begin_dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Callable[[], Arrived]:
         """Begins `dispatch`; a call of the result finishes it."""
-        if not is_compiling() and "ranks" in debug_flags():
-            _exchange.check_tokens(FUNCTION, experts.shape[0], self.process_group)
+        _exchange.check_sent(FUNCTION, x, weights, self.process_group)
         option = self.option(experts, num_experts)
         sent, room = _exchange.send(option, x, experts, weights, self.codes), option.max_rows
         # Float32 scales are stored block by block, others row by row.
@@ -154,6 +151,7 @@ class AllToAll:
 
     def begin_combine(self, y: Tensor, handle: Way) -> Callable[[], Tensor]:
         """Begins `combine`; a call of the result finishes it."""
+        _exchange.check_results(FUNCTION, y, self.process_group)
         rows = _exchange.begin(y, self._group, handle.came)
         return lambda: _exchange.sums(rows(handle.went), handle.source, handle.inverse)
 
@@ -229,6 +227,7 @@ def transport_option(
             rows. TypeError: no process group, or an object without `dispatch` and `combine`. RuntimeError: the machine
             lacks what the transport needs.
     """
+    once_per_rank = as_flag("once_per_rank", once_per_rank, function)
     budget_factor = _codec.constant(budget_factor)
     exchange.check_budget_factor(function, budget_factor)
     codes = None
@@ -262,7 +261,7 @@ def transport_option(
             "and `combine`; all_to_all is the default."
         )
     check_group(function, process_group)
-    return TRANSPORTS[transport](process_group, budget_factor, codes, as_flag("once_per_rank", once_per_rank))
+    return TRANSPORTS[transport](process_group, budget_factor, codes, once_per_rank)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -399,7 +398,7 @@ class Layer(NamedTuple):
 def save_list() -> set[Any]:
     """Operators for the save list of selective checkpointing: it then keeps what has arrived, and sends nothing twice.
 
-    Add those of `torch_bridge` whose results are to be kept as well, such as "router" and "routed_mlp".
+    Add `nn.save_list()` if the results of the router and of the experts are to be kept as well.
     """
     return {*_exchange.operators(), _symmetric.operator(), torch.ops.torch_bridge.send.default}
 
@@ -448,8 +447,9 @@ def moe(
 ) -> tuple[Tensor, MoEAux]:
     """`torch_bridge.moe` over the ranks of a process group: experts on different ranks, to which rows travel and back.
 
-    Every rank calls it, also one without tokens. Gradients of `router` are those of this rank's tokens, and losses are
-    those of all: sum the gradients of replicated parameters over the ranks, as data parallel training does.
+    Every rank calls it, also one without tokens, and the same things need gradients on each. Gradients of `router` are
+    those of this rank's tokens, and losses are those of all: sum the gradients of replicated parameters over the ranks,
+    as data parallel training does.
 
     Args:
         x: [T, H], the tokens of this rank, as many on every rank: pad with tokens that `mask` leaves out.
@@ -474,7 +474,8 @@ def moe(
             `grouped_mlp`; those of `shared` are replicated. Tokens then travel as they are. The key is the same on all
             ranks: each adds its number to the high word, and P for each chunk before, so masks are not those of one
             rank.
-        The others: as in `torch_bridge.moe`; `routing` without `process_group`.
+        The others: as in `torch_bridge.moe`; `routing` without `process_group`. `sequence_sizes` are those of this
+            rank's tokens, as many on every rank, or parts with `split_sequences`.
 
     Returns:
         y: [T, H]. aux: `MoEAux` of the tokens of all ranks, equal on all of them.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from grouped_core import gradients, memory
 from grouped_core.calls import OperandSpec
@@ -207,6 +208,43 @@ class Route:
             dtype=TORCH_DTYPES[gradient.op.gradient_dtype(gradient.weight)],
             earlier=earlier,
             part=self.part,
+        )
+
+
+def runs_in_ddp() -> bool:
+    """Whether DistributedDataParallel runs forward now, and reduces the gradients of the backward that follows.
+
+    Megatron's own wrapper and FSDP2 are others: they follow the contract of `main_grad` and of delayed gradients.
+    """
+    wrapper: Any = DistributedDataParallel._active_ddp_module
+    return wrapper is not None and wrapper.require_backward_grad_sync
+
+
+def check_reduced(routes: Sequence[Route]) -> None:
+    """Refuses weights of DistributedDataParallel whose gradients do not go to `.grad` in backward.
+
+    Their replicas would drift apart without a word: it reduces what `.grad` holds in backward, and nothing else.
+
+    Raises:
+        ValueError: it runs forward now, and reduces such a weight.
+    """
+    if is_compiling() or not runs_in_ddp():  # `run` leaves such calls outside of graphs
+        return
+    wrapper: Any = DistributedDataParallel._active_ddp_module
+    reduced = set(map(id, wrapper._module_parameters))
+    for route in routes:
+        owners = () if len(route.accumulators) > 0 else route.owners
+        found = [at for at in route.trained if len(owners) > 0 and id(owners[at]) in reduced]
+        if not found:
+            continue
+        came, remedy = "goes to `main_grad`", "accumulate_into_main_grad"
+        if route.queue is not None:
+            came, remedy = "is delayed until `backward_dw`", "delay_wgrad_compute"
+        raise ValueError(
+            f"`{names_of(route.owner, owners, route.name)[found[0]]}` in DistributedDataParallel: its gradient {came}, "
+            f"expected one in `.grad` in backward, which is all that the wrapper reduces; leave out `{remedy}`, or "
+            "leave the weight to another wrapper (`_set_params_and_buffers_to_ignore_for_model`) or run under "
+            "`no_sync()`, and reduce its gradient yourself."
         )
 
 

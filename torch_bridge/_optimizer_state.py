@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from grouped_core.checkpoint_plan import Move, Plan, fixed_or, interleave_option, plan
+from grouped_core.activations import Activation
+from grouped_core.checkpoint_plan import Interleaves, Move, Plan, fixed_or, interleave_option, plan
 from grouped_core.layout_steps import run_steps
-from grouped_core.layouts import layout_option
+from grouped_core.layouts import Layout, layout_option, unwrapped_paths
 from grouped_core.safetensors_file import Facts
+from torch_bridge._checkpoint_layers import of_linears, of_mlps
 from torch_bridge._layout_arrays import TORCH, name_of
 
 Names = Module | Mapping[str, Tensor] | Sequence[str]
@@ -33,7 +35,9 @@ def convert_optimizer(
         state: `optimizer.state_dict()`. names: the names of the optimiser's parameters in its order, one parameter
             group after another; or a module, whose `named_parameters()` have that order.
         target: the parameters of the new optimiser by name, in its order; or their module.
-        source_layout, target_layout: names of `grouped_core.layouts.LAYOUTS`. interleave: as in `convert`.
+        source_layout, target_layout: names of `grouped_core.layouts.LAYOUTS`.
+        interleave: as in `convert`. Modules say how their columns alternate, on either side; plain mappings and names
+            do not, so beside these it has to be given where columns alternate.
 
     Returns:
         A state dict for the new optimiser. Tensors of a parameter's shape (moments, master weights) move as the
@@ -41,12 +45,11 @@ def convert_optimizer(
 
     Raises:
         TypeError: an argument has another type. ValueError: scalars or groups of parameters that are merged differ, a
-            part has no state, or shapes do not fit.
+            part has no state, shapes do not fit, or `interleave` is not the order of a module's columns, or missing.
     """
-    given = interleave_option(interleave)
     here, there = layout_option(source_layout, "source_layout"), layout_option(target_layout, "target_layout")
-    pair = (fixed_or(here, given[0]), fixed_or(there, given[1]))
     _check_kinds(state, names, target)
+    blocks, linears = _blocks(names, target, here, there, interleave)
     listed, own = _listed(names), _facts(names)
     ids = [each for group in state["param_groups"] for each in group["params"]]
     if len(ids) != len(listed):
@@ -72,7 +75,7 @@ def convert_optimizer(
         wanted = {
             name: Facts(tuple(p.shape), facts[name].dtype if name in facts else first) for name, p in params.items()
         }
-        return plan(facts, here, there, lambda _: pair, targets=wanted)
+        return plan(facts, here, there, blocks, targets=wanted, linears=linears)
 
     # Parameters without state are known only if they were passed. Dtypes of states need not be those of parameters.
     whole = planned({name: Facts(each.shape, "float32") for name, each in own.items()}) if own else None
@@ -128,6 +131,58 @@ def _check_kinds(state: Any, names: Any, target: Any) -> None:
                 f"`{name}` of convert_optimizer: {type(value).__name__}, expected a module, or parameters by "
                 f"name{also}; pass those of the optimiser in its order."
             )
+
+
+def _blocks(
+    names: Names, target: Any, here: Layout, there: Layout, interleave: Any
+) -> tuple[Interleaves, Container[str]]:
+    """The blocks in which columns alternate, by place, and the places of layers outside of an MLP that have some.
+
+    Raises:
+        ValueError, TypeError: `interleave` is not possible, or contradicts a module.
+    """
+    given = interleave_option(interleave)
+    sides = [_activations(each) for each in (names, target)]
+    if interleave is not None:
+        _check_agree(sides, given)
+    mine, theirs = ({**mlps, **linears} for mlps, linears in sides)
+    linears = sides[1][1] if here == there else {}  # by another layout `convert` leaves their columns
+
+    def blocks(place: str) -> tuple[int | None, int | None]:
+        acts = [side.get(place) for side in (mine, theirs)]
+        if any(act is not None and not act.gated for act in acts):
+            return None, None
+        source, wanted = (
+            fixed_or(layout, block) if act is None else act.interleave
+            for layout, block, act in zip((here, there), given, acts, strict=True)
+        )
+        open_source = acts[0] is None and here.interleave is ... and interleave is None
+        if open_source and source != wanted and there.interleave is ...:
+            raise ValueError(
+                f"`interleave` of convert_optimizer: None for the columns of `{place}` in `names`, which do not say "
+                f"their order, expected it beside interleave {wanted} of `target`; pass interleave=(block of `names`, "
+                f"{wanted}), or the module as `names`."
+            )
+        return source, wanted
+
+    return blocks, linears
+
+
+def _activations(given: Any) -> tuple[dict[str, Activation], dict[str, Activation]]:
+    """The activations of MLPs, and behind other layers, by place, where a module is given."""
+    modules = {"": given} if isinstance(given, Module) else {}
+    return unwrapped_paths(of_mlps(modules)), unwrapped_paths(of_linears(modules))
+
+
+def _check_agree(sides: Sequence[Sequence[Mapping[str, Activation]]], given: tuple[int | None, int | None]) -> None:
+    """Refuses an order of columns other than that of a module."""
+    for name, side, block in zip(("names", "target"), sides, given, strict=True):
+        for place, act in (item for activations in side for item in activations.items()):
+            if act.gated and act.interleave != block:
+                raise ValueError(
+                    f"`interleave` of convert_optimizer: {block} for `{name}`, expected {act.interleave} of "
+                    f"`{place or 'its MLP'}` of that module; leave it out, because modules say it."
+                )
 
 
 def _listed(names: Names) -> list[str]:

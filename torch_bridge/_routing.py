@@ -218,7 +218,7 @@ class _Router(torch.autograd.Function):
         routed = found.routed
         ctx.facts = RouterGradFacts(op, o.logits.shape[1], dtype_name(o.logits.dtype))
         kept = None if op.capacity_factor is None else routed.experts
-        slopes = (found.slopes, found.z_slope) if op.reads_logits else (None, None)
+        slopes = (found.slopes, found.z_slope) if op.has_losses else (None, None)
         save(ctx, found.read, found.first, kept, *slopes, o.tokens, o.mask, o.key, o.sequence_sizes)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(routed.experts, routed.load, routed.entropy, routed.dropped, routed.overflow)
@@ -237,7 +237,7 @@ def _router_backward(
     ctx: Any, d_weights: Tensor | None, d_aux_loss: Tensor | None, d_z_loss: Tensor | None
 ) -> Gradients:
     nothing = [None] * len(RouterOperands._fields)
-    if not ctx.facts.op.reads_logits:
+    if not ctx.facts.op.has_losses:
         d_aux_loss = d_z_loss = None  # the losses are constants
     if d_weights is None and d_aux_loss is None and d_z_loss is None:
         return (None, None, *nothing)

@@ -18,16 +18,18 @@ from torch.nn import Module
 from grouped_core import checkpoint_tensors, lora_layout, safetensors_file
 from grouped_core.checkpoint_files import Model, loading, opened, part_file, unused_message
 from grouped_core.checkpoint_fp8 import dequantized
-from grouped_core.checkpoint_metadata import NAME, Spec, beside
+from grouped_core.checkpoint_metadata import NAME, Other, Spec, beside
 from grouped_core.checkpoint_plan import fixed_or, interleave_option, plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
 from grouped_core.formats import QTensor
 from grouped_core.layout_steps import run_steps
-from grouped_core.layouts import LAYOUTS, join, layout_option
+from grouped_core.layouts import LAYOUTS, join, layout_option, unwrapped, unwrapped_paths
 from grouped_core.safetensors_file import DTYPES, Facts
+from torch_bridge._checkpoint_layers import activated, blocks_of, of_linears, of_mlps, placed
 from torch_bridge._checks import is_distributed, is_freed
 from torch_bridge._layout_arrays import TORCH, from_numpy, name_of, to_numpy
 from torch_bridge._optimizer_state import convert_optimizer as convert_optimizer
+from torch_bridge.nn._state import CONVERTED, check_hooked
 from torch_bridge.nn.linear import GroupedLinear
 from torch_bridge.nn.mlp import GroupedMLP
 from torch_bridge.quantized_weight import QuantizedWeight
@@ -70,16 +72,15 @@ def save(
     if meta := [key for key, value in flat.items() if isinstance(value, Tensor) and value.is_meta]:
         raise ValueError(f"`{meta[0]}` of save: on the meta device, expected values; load or initialise it first.")
     flat, shard = _own_experts(flat, modules, shard)
-    acts = {place: mlp.activation for place, mlp in _mlps(modules).items()}
-    given = beside(spec, acts)
-    placed = shard_option(shard)
-    if placed.ranks > 1:
+    given = beside(spec, {**of_mlps(modules), **of_linears(modules)})
+    ranks = shard_option(shard)
+    if ranks.ranks > 1:
         _check_numbered(modules)
     formats = {name: formats_of(weight.q) for name, weight in _quantised(modules).items()}
-    made = checkpoint_tensors.saving(flat, _LAYOUT, given, _facts, formats, placed)
+    made = checkpoint_tensors.saving(flat, _LAYOUT, given, _facts, formats, ranks, _recorded_linears(modules))
     entries = {key: facts for move in made.plan.moves for key, facts in zip(move.targets, move.facts, strict=True)}
     values = ((each.key, to_numpy(each.value)) for each in executed(made.plan, made.flat.__getitem__, TORCH))
-    safetensors_file.write(part_file(path, placed), entries, {NAME: made.metadata}, values)
+    safetensors_file.write(part_file(path, ranks), entries, {NAME: made.metadata}, values)
 
 
 def load(
@@ -106,8 +107,8 @@ def load(
         interleave: for a checkpoint that another library wrote, the block in which gate and linear columns alternate. A
             tree of tensors does not record its block either: a pair has that of the checkpoint and that of the tree.
         convert: whether a checkpoint of this library may be converted to the order of axes and of columns in the model,
-            and FP8 weights with `weight_scale_inv`, as DeepSeek publishes them, may be read as bfloat16.
-        prefix: the path below which the model is in the checkpoint.
+            and FP8 weights with `weight_scale_inv`, as DeepSeek and Qwen publish them, may be read as bfloat16.
+        prefix: the path below which the model is in the checkpoint, with or without a dot at its end.
         shard: (rank, ranks): the model has the experts of one rank, and takes them from those of all ranks. Leave it
             out if experts are DTensors, as in `save`.
 
@@ -128,7 +129,7 @@ def load(
     entries, target = _with_plain(entries, plain), {**target, **plain}
     formats = {key: formats_of(q) for key, q in quantised.items()}
     formats |= {key: formats_of(weight.q) for key, weight in weights.items()}
-    activations = {place: mlp.activation for place, mlp in _mlps(modules).items()}
+    activations = {**of_mlps(modules), **of_linears(modules)}
     optional = frozenset(key for key in entries if key.rpartition(".")[2] in _STATE)
     model = Model(LAYOUTS[_LAYOUT], entries, activations, optional, formats)
     made = loading(reader, model, layout, interleave, convert, ranks)
@@ -142,10 +143,8 @@ def load(
     with torch.no_grad():
         for each in executed(made, lambda key: from_numpy(reader.read(key)), TORCH):
             target[each.key].copy_(each.value)
-    for module in modules.values():
-        for layer in module.modules():
-            if isinstance(layer, GroupedLinear):
-                layer._settle()
+    for _, layer in placed(modules, GroupedLinear):
+        layer._settle()
     if message := unused_message(made, reader.where):
         warnings.warn(message, stacklevel=2)
     return like
@@ -169,7 +168,7 @@ def convert(
 ) -> dict[str, Any]:
     """A state dict in another layout: names, shapes and the order of columns change, values never do.
 
-    FP8 weights with `weight_scale_inv`, as DeepSeek publishes them, become bfloat16 as in `load`, in experts and
+    FP8 weights with `weight_scale_inv`, as DeepSeek and Qwen publish them, become bfloat16 as in `load`, in experts and
     outside: the same values where scales are powers of two, else rounded once.
 
     Args:
@@ -188,7 +187,8 @@ def convert(
     """
     flat, modules = _flattened(tree)
     _check_kinds(flat)
-    return checkpoint_tensors.converted(flat, source, target, interleave, _facts, TORCH, _blocks(modules))
+    own, linears = blocks_of(of_mlps(modules)), blocks_of(of_linears(modules))
+    return checkpoint_tensors.converted(flat, source, target, interleave, _facts, TORCH, own, linears)
 
 
 def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., None]:
@@ -202,18 +202,24 @@ def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., No
     """
     source, given = layout_option(layout), interleave_option(interleave)
 
-    def hook(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def hook(module: Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
         inside = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         targets = {key: _facts(value) for key, value in module.state_dict().items() if isinstance(value, Tensor)}
-        blocks = _blocks({"": module})
+        known = unwrapped_paths({**of_mlps({"": module}), **of_linears({"": module})})
+        linears = known if interleave is not None else {}  # else taken as they are, as in `load`
+        asked: dict[str, int | None] = {}
 
         def pair(place: str) -> tuple[int | None, int | None]:
-            return fixed_or(source, given[0]), blocks.get(place, given[1])
+            act = known.get(place)
+            if act is not None and not act.gated:
+                return None, None
+            asked[place] = fixed_or(source, given[0])
+            return asked[place], given[1] if act is None else act.interleave
 
         facts = {key: _facts(value) for key, value in inside.items() if isinstance(value, Tensor)}
         targets = _with_plain(targets, _taken_plain(_quantised({"": module}), facts))
-        own = plan(facts, source, LAYOUTS[_LAYOUT], pair, targets=targets)
-        moves = [move for move in own.moves if move.role]
+        own = plan(facts, source, LAYOUTS[_LAYOUT], pair, targets=targets, linears=linears)
+        moves = [move for move in own.moves if move.role or move.steps]
         made = {}
         for move in moves:
             values = run_steps(move.steps, [inside[key] for key in move.sources], TORCH)
@@ -222,8 +228,31 @@ def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., No
             for key in move.sources:
                 del state[prefix + key]
         state.update(made)
+        _tell_layers(module, asked, state, prefix, local_metadata)
 
     return hook
+
+
+def _tell_layers(
+    module: Module,
+    taken: Mapping[str, int | None],
+    state: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+) -> None:
+    """Tells the layers inside of `module`, which check it, the order that a hook took columns for, by place.
+
+    Raises:
+        ValueError: the metadata of the state dict say another order.
+    """
+    readers = {path: (path, act) for path, act in of_mlps({"": module}).items()}
+    readers |= {path: (each.reader, each.activation) for path, each in activated({"": module}).items()}
+    for path, (reader, act) in readers.items():
+        if (place := unwrapped(path)) not in taken:
+            continue
+        check_hooked(reader, act.interleave, taken[place], prefix, local_metadata)
+        if reader:  # else it is the module itself, which does not check after its hooks
+            state[prefix + join(reader, CONVERTED)] = taken[place]
 
 
 def from_peft(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -289,32 +318,24 @@ def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _mlps(modules: Mapping[str, Module]) -> dict[str, GroupedMLP]:
-    """Returns the MLPs by path. A layer with several paths has an entry for each, as in a state dict."""
+def _recorded_linears(modules: Mapping[str, Module]) -> dict[str, Other]:
+    """What a file records of grouped linear layers outside of an MLP."""
     return {
-        join(path, name): each
-        for path, module in modules.items()
-        for name, each in module.named_modules(remove_duplicate=False)
-        if isinstance(each, GroupedMLP)
+        path: Other("linear", layer.num_groups, "grouped" if layer.weight_names == ("weight",) else "indexed")
+        for path, (_, layer, _, _) in activated(modules).items()
     }
-
-
-def _blocks(modules: Mapping[str, Module]) -> dict[str, int | None]:
-    """Returns for the path of each MLP the block in which its gate and linear columns alternate."""
-    return {place: mlp.activation.interleave for place, mlp in _mlps(modules).items()}
 
 
 def _check_numbered(modules: Mapping[str, Module]) -> None:
     """Refuses grouped layers outside of an MLP: their experts are not numbered, so only rank 0 would write its own."""
-    parts = {id(layer) for mlp in _mlps(modules).values() for layer in mlp.modules()}
-    for path, module in modules.items():
-        for name, each in module.named_modules():
-            if isinstance(each, GroupedLinear) and id(each) not in parts:
-                raise ValueError(
-                    f"`{join(path, name) or 'GroupedLinear'}` of save by several ranks: a grouped layer outside of "
-                    "an MLP, expected GroupedMLP or MoE, whose experts are numbered among all; save it on each rank "
-                    "apart, or use torch.distributed.checkpoint."
-                )
+    parts = {id(layer) for _, mlp in placed(modules, GroupedMLP) for layer in mlp.modules()}
+    for path, each in placed(modules, GroupedLinear):
+        if id(each) not in parts:
+            raise ValueError(
+                f"`{path or 'GroupedLinear'}` of save by several ranks: a grouped layer outside of "
+                "an MLP, expected GroupedMLP or MoE, whose experts are numbered among all; save it on each rank "
+                "apart, or use torch.distributed.checkpoint."
+            )
 
 
 def _own_experts(
@@ -325,12 +346,7 @@ def _own_experts(
     Raises:
         ValueError: experts are placed otherwise, or not over the ranks of `shard`.
     """
-    layers = [
-        join(path, name)
-        for path, module in modules.items()
-        for name, each in module.named_modules(remove_duplicate=False)
-        if isinstance(each, GroupedLinear)
-    ]
+    layers = {path for path, _ in placed(modules, GroupedLinear)}
     found = dict(flat)
     for key, value in flat.items():
         if not is_distributed(value) or key.rpartition(".")[0] not in layers:

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from grouped_core import plans, routing_calls, routing_spec
 from grouped_core.calls import ArraySpec
+from grouped_core.formats import as_flag
 from grouped_core.linear_spec import check_made_by
 from grouped_core.routing_spec import Router, router_option
 from grouped_core.routing_spec import alignment_for as alignment_for
 from torch_bridge import _codec, _routing
+from torch_bridge._agreement import Fact, check_agreement
 from torch_bridge._cache import Cache
 from torch_bridge._checks import check_group, check_readable, is_negated, refuse_transforms, refuse_vmap
 from torch_bridge._compiling import allow_in_graph, is_compiling
@@ -36,9 +38,10 @@ class MoEAux(NamedTuple):
     """Losses and metrics of one routing, on the device of the logits; only the two losses have gradients.
 
     Attributes:
-        load: int32 [E], slots that chose each expert, dropped ones too; of this rank alone.
+        load: int32 [E], slots that chose each expert, dropped ones too; of this rank alone, but of all ranks where
+            `parallel.moe` gives it.
         aux_loss, z_loss: fp32 scalars, times their coefficients.
-        dropped: int32 scalar, slots beyond the capacity of their expert; of this rank alone.
+        dropped: int32 scalar, slots beyond the capacity of their expert; of the same ranks as `load`.
         overflow: bool scalar, whether any slot was dropped.
         entropy: fp32 scalar, the mean entropy of the scores of a token, in nats.
     """
@@ -100,6 +103,7 @@ def topk_router(
     z_coeff: float = 0.0,
     process_group: Any = None,
     sequence_sizes: Tensor | None = None,
+    split_sequences: bool = False,
 ) -> tuple[Tensor, Tensor, MoEAux]:
     """(weights, experts, aux): the k experts of each token, best first, their weights, and the losses.
 
@@ -115,7 +119,7 @@ def topk_router(
         scale: factor of the weights.
         num_groups, topk_groups: the experts form `num_groups` groups of equal size, and only experts of the
             `topk_groups` best groups can be chosen. group_topk: a group's score is the sum of its `group_topk` best
-            scores; None: k // topk_groups.
+            scores; None: k // topk_groups, at least 1 and at most the size of a group.
         experts: integers [T, k], chosen elsewhere, -1 for none (replay, `hash_experts`); the weights are those of this
             pass's scores.
         mask: bool [T], False for padding: such tokens get experts -1 and weights 0, and count nowhere. Their values
@@ -128,6 +132,9 @@ def topk_router(
         process_group: tokens, scores and slots are summed over its ranks before losses are formed, so every rank
             returns the losses of all, and its backward gives their gradient in its own logits. None: this rank alone.
         sequence_sizes: integers [S], consecutive sequences whose auxiliary losses are averaged. None: one sequence.
+            With `process_group` the sequences of every rank are its own, as many on each rank, and the mean is over
+            those of all ranks; None: the tokens of all ranks are one sequence.
+        split_sequences: sequence s of all ranks is one sequence instead, of which each rank has a part.
 
     Returns:
         weights: fp32 [T, k]. experts: int32 [T, k], -1 where masked or dropped. aux: `MoEAux`.
@@ -141,10 +148,22 @@ def topk_router(
         *(jitter, sinkhorn, capacity_factor, drop, aux_coeff, z_coeff),
     )
     group = _name_of("topk_router", process_group)
+    split, place = as_flag("split_sequences", split_sequences, "topk_router"), (0, 1)
+    if process_group is not None:
+        _check_sequences(sequence_sizes, process_group)
+        if sequence_sizes is not None and not split:
+            place = (process_group.rank(), process_group.size())
     weights, chosen, load, aux_loss, z_loss, entropy, dropped, overflow = _run(
-        "topk_router", logits, k, options, bias, mask, experts, key, sequence_sizes, group
+        "topk_router", logits, k, options, bias, mask, experts, key, sequence_sizes, group, place
     )
     return weights, chosen, MoEAux(load, aux_loss, z_loss, dropped, overflow, entropy)
+
+
+def _check_sequences(sequence_sizes: Any, process_group: Any) -> None:
+    """Checks for GROUPED_DEBUG=ranks that all ranks have as many sequences. Raises ValueError on all ranks."""
+    shape = tuple(getattr(sequence_sizes, "shape", ()))  # what is no vector is refused later
+    expected = "the same number on every rank, or `sequence_sizes` on none; pad with sequences of no tokens"
+    check_agreement("topk_router", process_group, Fact(shape[0] if shape else None, "sequences", expected))
 
 
 _COUNTS = frozenset((int, type(None)))
@@ -161,7 +180,9 @@ def _topk_router(
     key: Tensor | None,
     sequence_sizes: Tensor | None,
     group: str | None,
+    place: tuple[int, int],
 ) -> tuple[Tensor, ...]:
+    """`place`: (rank, ranks) where the sequences of each rank are its own, otherwise (0, 1)."""
     refuse_transforms("topk_router", logits, bias)
     if not _COUNTS.issuperset(map(type, (k, *options[4:7], options[8]))):  # caches take 2.0 for 2
         counts = {"num_groups": options[4], "topk_groups": options[5], "group_topk": options[6], "sinkhorn": options[8]}
@@ -177,19 +198,30 @@ def _topk_router(
     }
 
     def check(**specs: Any) -> Router:
-        routing_spec.check_topk_router(k, **specs, jitter=options[7])
+        routing_spec.check_topk_router(k, **specs, jitter=options[7], ranks=place[1])
         try:
             hash(options)
         except TypeError:  # such as a list, which is refused
             return _router.__wrapped__(int(logits.shape[1]), k, options)
         return _router(int(logits.shape[1]), k, options)
 
-    op = _checked("topk_router", tensors, (k, options), check)
+    op = _checked("topk_router", tensors, (k, options, place[1]), check)
     operands = RouterOperands(
         *(logits, every_row(logits), None if bias is None else bias.detach(), _bytes(mask)),
-        *(_int32(experts), key, _int32(sequence_sizes)),
+        *(_int32(experts), key, _among_all(_int32(sequence_sizes), *place)),
     )
     return tuple(_routing.choose(op, group, operands))
+
+
+def _among_all(sizes: Tensor | None, rank: int, ranks: int) -> Tensor | None:
+    """The sizes [P S] of the sequences of all ranks, of which only the own ones, of `sizes` [S], have tokens here.
+
+    The sums over ranks then are those of different sequences, and sequences without tokens do not count.
+    """
+    if sizes is None or ranks == 1:
+        return sizes
+    count = sizes.shape[0]
+    return torch.nn.functional.pad(sizes, (rank * count, (ranks - 1 - rank) * count))
 
 
 @lru_cache(maxsize=1024)

@@ -62,6 +62,62 @@ def test_columns_are_permuted_exactly(source: str, target: str, blocks: tuple[An
     same(convert(given, source, target, blocks), written(target, parts, block=blocks[1]))
 
 
+def adapters(block: int | None, first: str = "linear_fc1.lora_B", second: str = "linear_fc2.lora_A") -> Any:
+    """Factor B of the first weight, whose columns are numbered, and A of the second, as a framework names them."""
+    columns = np.arange(2 * F)
+    gate, up = columns[:F].reshape(-1, block or F), columns[F:].reshape(-1, block or F)
+    numbers = np.stack([gate, up], 1).reshape(-1) if block else columns
+    b = np.broadcast_to(numbers[:, None], (E, 2 * F, 3)).astype(np.float32)
+    a = np.ones((E, 3, F), np.float32)
+    turned = first == "wi_lora_b"
+    return {first: b.swapaxes(1, 2) if turned else b, second: a.swapaxes(1, 2) if turned else a}
+
+
+NAMES = {"torch": {}, "jax": {"first": "wi_lora_b", "second": "wo_lora_a"}}
+"""The names of `adapters` in each framework."""
+
+
+@pytest.mark.rule("CKP-6", "LOR-5")
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("blocks", [(None, 8), (8, None), (1, 16), (8, 8)])
+@pytest.mark.parametrize("path", ["", "a.b"])
+@pytest.mark.parametrize("target", FREE)
+@pytest.mark.parametrize("source", FREE)
+def test_columns_of_adapters_are_permuted_with_those_of_their_weights(
+    source: str, target: str, path: str, blocks: tuple[Any, Any], names: str
+) -> None:
+    """They keep their names and the order of their axes, beside a router, alone, and in a shared expert."""
+    at = f"{path}." if path else ""
+    inside = "" if names == "jax" else "experts."
+
+    def tree(layout: str, block: int | None) -> Any:
+        made = written(layout, expert_parts(), path=path, block=block)
+        made |= {f"{at}{inside}{key}": each for key, each in adapters(block, **NAMES[names]).items()}
+        return made
+
+    same(convert(tree(source, blocks[0]), source, target, blocks), tree(target, blocks[1]))
+
+
+@pytest.mark.rule("CKP-4", "LOR-5")
+@pytest.mark.parametrize("names", NAMES)
+def test_adapters_without_weights_are_permuted_as_the_caller_says(names: str) -> None:
+    """Such as the moments of an optimiser of adapters alone. Without a gate, columns have one order."""
+    given, wanted = (
+        {f"opt.mu.{key}": each for key, each in adapters(block, **NAMES[names]).items()} for block in (8, None)
+    )
+    same(convert(given, "torch_bridge", "torch_bridge", (8, None)), wanted)
+    same(convert(given, "torch_bridge", "torch_bridge", 8), given)
+    first, second = given
+    axis = 1 if names == "jax" else 2
+    plain = {first: given[first], second: np.repeat(given[second], 2, axis)}
+    same(convert(plain, "torch_bridge", "torch_bridge", (8, None)), plain)
+    with refused(ValueError, [f"`{first}` without its weights", f"`{second}`", "have a gate", "merge the adapters"]):
+        convert({first: given[first]}, "torch_bridge", "torch_bridge", (8, None))
+    stacked = {key: np.stack([each, each]) for key, each in given.items()}
+    with refused(ValueError, [f"`{first}`", "interleave 8 to None", "three axes", "merge the adapters first"]):
+        convert(stacked, "torch_bridge", "torch_bridge", (8, None))
+
+
 def test_a_single_block_is_that_of_sides_that_leave_it_open() -> None:
     parts = expert_parts()
     oss = written("gpt_oss", parts)

@@ -79,7 +79,7 @@ def test_arrays_that_may_move_still_may(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["f.safetensors", "folder"])
 def test_a_prefix_may_name_the_wrapper_of_a_module(tmp_path: Path, name: str) -> None:
     checkpoint.save(tmp_path / name, {"module": {"moe": {"a": jnp.ones(3)}}})
-    for prefix in ("module.moe", "moe"):
+    for prefix in ("module.moe", "moe", "module.moe.", "moe."):
         bitwise(checkpoint.load(tmp_path / name, {"a": jnp.zeros(3)}, prefix=prefix)["a"], np.ones(3, np.float32))
 
 
@@ -256,6 +256,88 @@ def test_an_optimizer_is_loaded_in_place_in_the_order_of_its_module(tmp_path: Pa
     moments, expected = (params(each["opt"])["opt_state"][0]["mu"]["wi"] for each in (blocked, given))
     bitwise(moments, interleave(expected, 8), "moments")
     assert float(jnp.abs(moments).sum()) > 0
+
+
+def adapted(kind: str, block: int | None, seed: int = 0) -> Any:
+    """A layer whose adapters are not those of the start, which add nothing."""
+    options: dict[str, Any] = {"activation": Activation("swiglu", interleave=block), "lora_rank": 4}
+    made: Any = moe(seed, shared_dim=16, **options)
+    if kind == "GroupedMLP":
+        made = GroupedMLP(E, H, F, rngs=nnx.Rngs(seed), **options)
+    for layer in (made, getattr(made, "shared", None)):
+        if layer is not None:
+            layer.wi_lora_b[...] = jax.random.normal(jax.random.key(seed), layer.wi_lora_b.shape)
+    return made
+
+
+def result(layer: Any) -> Any:
+    return layer(rows(), jnp.array([4, 0, 3, 2])) if type(layer) is GroupedMLP else layer(rows())[0]
+
+
+@pytest.mark.rule("CKP-6", "LOR-5")
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+@pytest.mark.parametrize("blocks", [(8, None), (None, 8), (8, 4)])
+@pytest.mark.parametrize("kind", ["GroupedMLP", "MoE"])
+def test_columns_of_adapters_change_order_with_those_of_their_weights(
+    tmp_path: Path, kind: str, blocks: tuple[Any, Any], name: str
+) -> None:
+    """Those of the experts and of a shared expert, however they are converted."""
+    given, model = adapted(kind, blocks[0]), adapted(kind, blocks[1], 1)
+    checkpoint.save(tmp_path / name, {"module": {"a": given}})
+    like = {"module": {"a": model}}  # as wrappers of data parallelism name it
+    with refused(ValueError, [f"with interleave {blocks[0]}", f"expected {blocks[1]} of the model", "convert=True"]):
+        checkpoint.load(tmp_path / name, like)
+    checkpoint.load(tmp_path / name, like, convert=True)
+    bitwise(result(model), result(given), "loaded")
+    same(checkpoint.convert(given, "jax_grouped", "jax_grouped", interleave=(blocks[0], blocks[1])), params(model))
+    there = checkpoint.convert(given, "jax_grouped", "torch_bridge")
+    same(checkpoint.convert(there, "torch_bridge", "jax_grouped", interleave=(None, blocks[1])), params(model))
+
+
+@pytest.mark.rule("CKP-4", "CKP-6", "LOR-5")
+@jax.numpy_dtype_promotion("standard")  # optax needs it
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+def test_moments_of_adapters_alone_need_their_order(tmp_path: Path, name: str) -> None:
+    """Nothing records it. Linen has all adapters apart from their weights, in a collection of their own."""
+
+    def pair(kind: Any, block: int | None, seed: int) -> Any:
+        model = adapted(kind, block, seed)
+        return {"model": model, "opt": nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.LoRAParam)}
+
+    given, path = pair("MoE", 8, 0), tmp_path / name
+    wanted = nnx.DiffState(0, nnx.LoRAParam)
+    given["opt"].update(
+        given["model"], nnx.grad(lambda m: jnp.square(result(m)).mean(), argnums=wanted)(given["model"])
+    )
+    checkpoint.save(path, given)
+    like = pair("MoE", None, 1)
+    with refused(ValueError, ["`opt.opt_state.0.", "beside `model.", "8 to None", "interleave=(8, None)"]):
+        checkpoint.load(path, like, convert=True)
+    with refused(ValueError, ["`interleave` of load: 4", "`opt.opt_state.0.", "expected 8", "for `model."]):
+        checkpoint.load(path, like, convert=True, interleave=(4, None))
+    checkpoint.load(path, like, convert=True, interleave=(8, None))
+    found, before = (params(each["opt"])["opt_state"][0]["mu"] for each in (like, given))
+    for at in ((), ("shared",)):
+        for key in at:
+            found, before = found[key], before[key]
+        bitwise(interleave(found["wi_lora_b"], 8), before["wi_lora_b"], "moments")
+        assert float(jnp.abs(before["wi_lora_b"]).sum()) > 0
+    with refused(ValueError, ["`interleave` of convert: None for `opt.", "beside `model.", "interleave=(8, None)"]):
+        checkpoint.convert(given, "jax_grouped", "jax_grouped")
+
+
+@pytest.mark.rule("CKP-6", "LOR-5")
+@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
+def test_adapters_of_linen_are_permuted_as_the_caller_says(tmp_path: Path, name: str) -> None:
+    def layer(block: int | None) -> Any:
+        return linen.MoE(H, F, E, 2, activation=Activation("swiglu", interleave=block), lora_rank=4)
+
+    variables = layer(8).init(jax.random.key(0), rows())
+    variables["lora"]["wi_lora_b"] = jax.random.normal(jax.random.key(1), variables["lora"]["wi_lora_b"].shape)
+    checkpoint.save(tmp_path / name, variables, Activation("swiglu", interleave=8))
+    found = checkpoint.load(tmp_path / name, variables, interleave=(8, None), convert=True)
+    bitwise(layer(None).apply(found, rows())[0], layer(8).apply(variables, rows())[0], "loaded")
+    same(checkpoint.convert(variables, "jax_grouped", "jax_grouped", interleave=(8, None)), found)
 
 
 def stacked_layers(form: str, seed: int, activation: Any = "swiglu") -> Any:

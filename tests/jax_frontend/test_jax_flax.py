@@ -513,6 +513,36 @@ def test_tables_of_flax_leave_layers_as_they_are() -> None:
     assert "GroupedMLP" in flax_nnx.tabulate(mlp, x, jnp.asarray([2, 1]))
 
 
+_FLAGS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "GroupedLinear": ((2, 4, 3), ("use_bias", "deterministic")),
+    "GroupedMLP": ((2, 4, 3), ("use_bias", "deterministic")),
+    "MoE": (
+        (4, 3, 2, 1),
+        ("use_bias", "deterministic", "selection_bias", "shared_gate", "once_per_rank", "fsdp"),
+    ),
+}
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(("layer", "flag"), [(layer, flag) for layer, (_, flags) in _FLAGS.items() for flag in flags])
+def test_flags_of_layers_take_nothing_but_bools(kind: str, layer: str, flag: str) -> None:
+    """Text counts as True, and 0 as False where it is compared with a default; NumPy's bools are bools."""
+    sizes = _FLAGS[layer][0]
+    arrays = (jnp.ones((5, 4)),) if layer == "MoE" else (jnp.ones((5, 4)), jnp.array([2, 3]))
+
+    def made(value: Any) -> None:
+        if kind == "nnx":
+            getattr(nnx, layer)(*sizes, rngs=flax_nnx.Rngs(0), **{flag: value})
+        else:
+            getattr(linen, layer)(*sizes, **{flag: value}).init(jax.random.key(0), *arrays)
+
+    for value in ("no", 0, 1, None):
+        with asserts.refused(TypeError, [f"`{flag}` of {layer}: {value!r}", "expected True or False", "pass one"]):
+            made(value)
+    made(np.False_)
+
+
 @pytest.mark.rule("ERR-1")
 def test_layer_refusals() -> None:
     rngs = flax_nnx.Rngs(0)

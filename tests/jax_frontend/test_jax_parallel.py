@@ -607,6 +607,28 @@ def test_sequences_are_those_of_all_tokens(last: int) -> None:
     same_layer(found, gradients(lambda p, x: one_device(p, x, sequence_sizes=sizes), dy)(p, x))
 
 
+@pytest.mark.rule("LYR-3")
+@pytest.mark.parametrize("split", [False, True])
+def test_sequences_inside_of_shard_map_are_those_of_the_rank(split: bool) -> None:
+    p, x, dy, mesh, own = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy"), mesh_of(expert=4), T // 4
+    sizes = parts = [1, own - 1] * 4
+    if split:  # the first sequence has the tokens of three ranks, the second those of the last
+        sizes, parts = [3 * own, own], [own, 0, own, 0, own, 0, 0, own]
+
+    def local(p: Any, x: Any, sizes: Any) -> Any:
+        return spread(p, x, sequence_sizes=sizes, split_sequences=split)
+
+    inside = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=({name: P() if name == "router" else P("expert") for name in p}, P("expert"), P("expert")),
+        out_specs=(P("expert"), P()),
+    )
+    found = gradients(lambda p, x: inside(p, x, jnp.array(parts, jnp.int32)), dy)(*placed(mesh, p, x, EXPERT))
+    one = gradients(lambda p, x: one_device(p, x, sequence_sizes=jnp.array(sizes, jnp.int32)), dy)(p, x)
+    same_layer(found, one)
+
+
 @pytest.mark.rule("ACC-4", "GRD-3")
 def test_accumulators_and_wide_gradients() -> None:
     p, x, mesh = parameters("bfloat16"), draw(T, H, dtype="bfloat16", seed="x"), mesh_of(expert=4)
@@ -776,6 +798,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("`wgrad_accum`", "2 ranks of a data axis", "None", "split experts over this axis too"),
     ),
     "axis_name": ({"axis_name": "expert"}, ("`axis_name`", "'expert'", "None", "`axes` split")),
+    "split_sequences": (
+        {"split_sequences": True, "sequence_sizes": jnp.array([T])},
+        ("`split_sequences`", "True outside of shard_map", "False", "those of all tokens there", "leave it out"),
+    ),
     "fsdp": ({"fsdp": True}, ("`fsdp`", "without a data axis", "False", "MeshAxes.data")),
     "axes": ({"axes": MeshAxes(expert="model")}, ("`axes`", "'model'", "('expert', 'tensor')", "name those")),
     "mask": ({"mask": jnp.ones(3, bool)}, ("`mask`", "(3,)", "32 tokens", "one entry for each token")),
@@ -805,6 +831,7 @@ def test_refusals(name: str) -> None:
 WRONG: dict[str, tuple[type[Exception], dict[str, Any], tuple[str, ...]]] = {
     "axes": (TypeError, {"axes": "expert"}, ("`axes` of parallel.moe", "str", "a MeshAxes", "with the names")),
     "mesh": (TypeError, {"mesh": "cpu"}, ("`mesh` of parallel.moe", "str", "a jax.sharding.Mesh", "make_mesh")),
+    "check_vma": (TypeError, {"check_vma": 0}, ("`check_vma`: 0", "True or False", "pass one of them")),
     "scale": (TypeError, {"scale": jnp.float32(2)}, ("`scale` of parallel.moe", "ArrayImpl", "Python value", "float")),
     "factor": (TypeError, {"budget_factor": "2"}, ("`budget_factor` of parallel.moe", "'2'", "a number", "pass")),
     "mask": (TypeError, {"mask": [True] * T}, ("`mask`", "list", "array [T]", "jnp.asarray")),

@@ -649,6 +649,49 @@ def test_losses_over_mesh_axes_equal_the_unsharded_ones(where: str, shape: tuple
     asserts.within(found_entropy, bounds.Bounded(np.float64(entropy), np.float64(4 * bounds.FUNCTIONS), "float32"))
 
 
+@pytest.mark.rule("LYR-3")
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("split", [False, True])
+def test_sequences_of_shards(split: bool, check_vma: bool) -> None:
+    """Each shard has sequences of its own, as many as the others; with `split_sequences` each has a part of all."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    logits = jnp.asarray(draw(32, E))
+    own, whole = [[6, 10, 0], [1, 2, 13]], [6, 10, 1, 2, 13]  # an empty sequence does not count
+    if split:
+        own, whole = [[12, 4, 0], [0, 10, 6]], [12, 14, 6]
+    options = {"score": "sigmoid", "aux_coeff": 0.5, "z_coeff": 0.25}
+
+    def losses(z: Any, sizes: Any, **how: Any) -> Any:
+        aux = route.topk_router(z, K, sequence_sizes=sizes, **how, **options)[2]
+        return 2 * aux.aux_loss + 3 * aux.z_loss
+
+    sharded = jax.shard_map(
+        lambda z, sizes: losses(z, sizes, axis_name="data", split_sequences=split),
+        mesh=mesh,
+        in_specs=(P("data"), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    sizes = jnp.array(own, jnp.int32).reshape(-1)
+    found, of_found = jax.jit(jax.value_and_grad(sharded))(logits, sizes)
+    expected, of_expected = jax.value_and_grad(losses)(logits, jnp.array(whole, jnp.int32))
+    asserts.within(found, bounds.Bounded(np.float64(expected), np.float64(4 * bounds.FUNCTIONS), "float32"))
+    bound = bounds.FUNCTIONS * np.abs(np.asarray(of_expected)).max()
+    asserts.within(of_found, bounds.Bounded(np.asarray(of_expected, np.float64), bound + 0 * of_expected, "float32"))
+
+
+@pytest.mark.rule("LYR-3", "ERR-1")
+def test_shards_have_room_for_so_many_sequences() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(z: Any) -> Any:
+        return route.topk_router(z, K, sequence_sizes=jnp.zeros(8192, jnp.int32), axis_name="data")[2].aux_loss
+
+    words = ("`sequence_sizes` of topk_router", "8192 sequences on each of 8 ranks", "1 to 8191, of 65535 on all ranks")
+    with asserts.refused(ValueError, (*words, "pass their sizes")):
+        jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())(jnp.zeros((64, E)))
+
+
 @pytest.mark.rule("LYR-4", "LYR-14")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_biases_over_mesh_axes(check_vma: bool) -> None:

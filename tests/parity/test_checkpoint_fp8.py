@@ -25,34 +25,34 @@ E, K, H, F, BLOCK = 4, 2, 192, 136, 128
 """Neither size is a multiple of a block."""
 
 
-def _coded(rows: int, columns: int, seed: object, *, powers: bool) -> tuple[Any, Any, Any]:
+def _coded(rows: int, columns: int, seed: object, *, powers: bool, dtype: str = "float32") -> tuple[Any, Any, Any]:
     """Codes, scales, and the values float32 that they represent, computed element by element."""
     codes = (cases.normal((rows, columns), "float32", "fp8", seed) * 60).astype(ml_dtypes.float8_e4m3fn)
     shape = (-(-rows // BLOCK), -(-columns // BLOCK))
     scales = np.abs(cases.normal(shape, "float32", "scales", seed)) / 64 + np.float32(1e-3)
-    scales = np.exp2(np.round(np.log2(scales))).astype(np.float32) if powers else scales.astype(np.float32)
+    scales = (np.exp2(np.round(np.log2(scales))) if powers else scales).astype(cases.numpy_dtype(dtype))
     at = np.ix_(np.arange(rows) // BLOCK, np.arange(columns) // BLOCK)
-    return codes, scales, codes.astype(np.float32) * scales[at]
+    return codes, scales, codes.astype(np.float32) * scales[at].astype(np.float32)
 
 
-def _arrays(*, powers: bool, spoiled: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint with codes, and the values of its experts by name."""
+def _arrays(*, powers: bool, spoiled: str = "", dtype: str = "float32") -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint with codes and scales of `dtype`, and the values of its experts by name."""
     router = cases.normal((E, H), "float32", "router").astype(ml_dtypes.bfloat16)
     arrays: dict[str, Any] = {"mlp.gate.weight": router}
     values: dict[str, Any] = {"gate.weight": router}
     for expert in range(E):
         for name, shape in (("gate_proj", (F, H)), ("up_proj", (F, H)), ("down_proj", (H, F))):
             key = f"experts.{expert}.{name}.weight"
-            codes, scales, values[key] = _coded(*shape, key, powers=powers)
+            codes, scales, values[key] = _coded(*shape, key, powers=powers, dtype=dtype)
             arrays |= {f"mlp.{key}": codes, f"mlp.{key}_scale_inv": scales}
     if spoiled:
         arrays[spoiled] = arrays[spoiled][:1, :1]
     return arrays, values
 
 
-def _written(path: Path, *, powers: bool, spoiled: str = "") -> dict[str, Any]:
+def _written(path: Path, *, powers: bool, spoiled: str = "", dtype: str = "float32") -> dict[str, Any]:
     """That checkpoint as a file; gives the values."""
-    arrays, values = _arrays(powers=powers, spoiled=spoiled)
+    arrays, values = _arrays(powers=powers, spoiled=spoiled, dtype=dtype)
     order = dict(sorted(arrays.items(), key=lambda each: -each[1].dtype.itemsize))
     facts = {name: Facts(each.shape, each.dtype.name) for name, each in order.items()}
     safetensors_file.write(path, facts, {}, order.items())
@@ -64,10 +64,12 @@ def _stacked(values: dict[str, Any], name: str) -> Any:
 
 
 @pytest.mark.rule("CKP-8")
-@pytest.mark.parametrize("powers", [True, False])
-def test_both_frameworks_read_the_values_of_the_codes(tmp_path: Path, powers: bool) -> None:
+@pytest.mark.parametrize(
+    ("powers", "scales"), [(True, "float32"), (False, "float32"), (False, "bfloat16"), (False, "float16")]
+)
+def test_both_frameworks_read_the_values_of_the_codes(tmp_path: Path, powers: bool, scales: str) -> None:
     path = tmp_path / "model.safetensors"
-    values = _written(path, powers=powers)
+    values = _written(path, powers=powers, dtype=scales)
     where: dict[str, Any] = {"layout": "hugging_face", "prefix": "mlp"}
     ours: Any = nn.MoE(H, F, E, K, dtype=torch.bfloat16)
     before = {name: each.clone() for name, each in ours.state_dict().items()}
@@ -109,7 +111,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     _written(path, powers=True, spoiled="mlp.experts.1.up_proj.weight_scale_inv")
     ours: Any = nn.MoE(H, F, E, K, dtype=torch.bfloat16)
     before = {name: each.clone() for name, each in ours.state_dict().items()}
-    with refused(ValueError, ["experts.1.up_proj.weight", "float32[1, 1]", "float32[2, 2]", "block of 128 by 128"]):
+    with refused(ValueError, ["experts.1.up_proj.weight", "float32[1, 1]", "[2, 2] of float32", "block of 128 by 128"]):
         checkpoint.load(path, ours, layout="hugging_face", prefix="mlp", convert=True)
     for name, each in ours.state_dict().items():
         bitwise(each, before[name], name)

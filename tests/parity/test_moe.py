@@ -349,6 +349,18 @@ def test_the_router(frontend: Frontend, router: str, masked: bool, replay: bool,
     _same(frontend, "router", "weights experts load losses dropped entropy dx", *operands, **given)
 
 
+@pytest.mark.rule("LYR-3", "ALL-1", "ALL-4")
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
+@pytest.mark.parametrize("losses", [{}, {"aux_coeff": 0.5}, {"z_coeff": 0.25}], ids=["none", "aux", "z"])
+def test_losses_without_coefficients_take_no_part(frontend: Frontend, losses: dict[str, float]) -> None:
+    """An infinite logit has an infinite logsumexp, of which 0 times would be NaN; the weights have finite gradients."""
+    logits = draw(T, E)
+    logits[3, 0] = np.inf
+    operands = (logits, K, draw(T, K, seed="dw"), {"score": "sigmoid", **losses})
+    _same(frontend, "router", "weights experts load losses dropped entropy dx", *operands)
+    assert np.isfinite(as_numpy(frontend.router(*operands)[-1])).all() == (not losses)
+
+
 @pytest.mark.rule("LYR-5", "LYR-6", "ALL-1")
 @pytest.mark.parametrize("frontend", FRONTENDS, ids=str)
 @pytest.mark.matrix(align=(1, 16), max_rows=(None, 64), dtype=("float32", "bfloat16", "float16"))

@@ -818,6 +818,85 @@ def different_numbers_of_tokens_are_refused(mesh: DeviceMesh) -> None:
         del os.environ["GROUPED_DEBUG"]
 
 
+@check
+def different_needs_of_gradients_are_refused(mesh: DeviceMesh) -> None:
+    """Under GROUPED_DEBUG=ranks, on every rank: the ranks that need none would not exchange any in backward."""
+    group, first = mesh.get_group(), mesh.get_rank() == 0
+    router, wi, wo = weights_of(mesh, torch.float32)
+    given = {"x": drawn(mesh, T, H), "router": router, "wi": own_part(wi, mesh), "wo": own_part(wo, mesh)}
+    whole = ", ".join(["True", *["False"] * (mesh.size() - 1)])
+    cases = {
+        "x": ("`x` needs a gradient", "x.requires_grad_()"),
+        "router": ("the router's weights need a gradient", "freeze the router on all ranks, or on none"),
+        "wo": ("results of the experts need a gradient", "x.requires_grad_()"),
+    }
+    os.environ["GROUPED_DEBUG"] = "ranks"
+    try:
+        for trained, words in cases.items():
+            ours = {name: each.clone().requires_grad_(first and name == trained) for name, each in given.items()}
+            with asserts.refused(ValueError, ["parallel.moe", f"{whole} (whether", "the same on every rank", *words]):
+                parallel.moe(**ours, k=K, process_group=group)
+            with torch.no_grad():
+                parallel.moe(**ours, k=K, process_group=group)
+    finally:
+        del os.environ["GROUPED_DEBUG"]
+
+
+@check
+def some_ranks_alone_train_experts_of_tokens_with_gradients(mesh: DeviceMesh) -> None:
+    """One expert of the last rank: refused, unless tokens need gradients everywhere, and then its gradient is that of
+    one rank.
+    """
+    last = mesh.get_rank() == mesh.size() - 1
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"single_grouped_weight": False, "device": mesh.device_type}
+    one, own = nn.MoE(H, F, E, K, **options).requires_grad_(False), E // mesh.size()
+    ours = nn.MoE(H, F, E, K, process_group=mesh.get_group(), **options).requires_grad_(False)
+    ours.router.load_state_dict(one.router.state_dict())
+    layers = [(getattr(one.experts, name), getattr(ours.experts, name)) for name in ("linear_fc1", "linear_fc2")]
+    for whole, part in layers:
+        for at in range(own):
+            getattr(part, f"weight{at}").copy_(getattr(whole, f"weight{mesh.get_rank() * own + at}"))
+        getattr(whole, f"weight{E - 1}").requires_grad_(True)
+        getattr(part, f"weight{own - 1}").requires_grad_(last)
+    x, dy = (drawn(mesh, mesh.size() * T, H, seed=each) for each in ("x", "dy"))
+    one(x)[0].backward(dy)
+    os.environ["GROUPED_DEBUG"] = "ranks"
+    try:
+        with asserts.refused(ValueError, ["parallel.moe", "results of the experts need a gradient"]):
+            ours(own_part(x, mesh))
+        ours(own_part(x, mesh).requires_grad_())[0].backward(own_part(dy, mesh))
+    finally:
+        del os.environ["GROUPED_DEBUG"]
+    for whole, part in layers:
+        found = getattr(part, f"weight{own - 1}").grad
+        assert (found is not None) == last
+        if last:
+            asserts.bitwise(found, getattr(whole, f"weight{E - 1}").grad)
+
+
+@check
+def sequences_of_a_layer_are_those_of_each_rank(mesh: DeviceMesh) -> None:
+    """The auxiliary loss of the layer is the mean over the sequences of all ranks, as on one rank."""
+    group, own = mesh.get_group(), [1 + mesh.get_rank(), 0, T - 1 - mesh.get_rank()]
+    every = torch.tensor([[1 + rank, 0, T - 1 - rank] for rank in range(mesh.size())]).flatten()
+    torch.manual_seed(3)
+    one = nn.MoE(H, F, E, K, aux_coeff=0.5).to(mesh.device_type)
+    ours = nn.MoE(H, F, E, K, aux_coeff=0.5, process_group=group).to(mesh.device_type)
+    ours.router.load_state_dict(one.router.state_dict())
+    x = drawn(mesh, mesh.size() * T, H)
+    expected = one(x, sequence_sizes=every.to(mesh.device_type))[1].aux_loss
+    found = ours(own_part(x, mesh), sequence_sizes=torch.tensor(own, device=mesh.device_type))[1].aux_loss
+    near(found, expected.double(), "aux_loss")
+    for each in (found, expected):
+        each.backward()
+    total, wanted = ours.router.weight.grad, one.router.weight.grad
+    assert total is not None
+    assert wanted is not None
+    dist.all_reduce(total, group=group)
+    near(total, wanted.double(), "router")
+
+
 def one_rank_stays_away(mesh: DeviceMesh) -> None:
     """A check that fails."""
     if mesh.get_rank() == 1:

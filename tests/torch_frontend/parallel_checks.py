@@ -9,6 +9,7 @@ Rank r has the rows of the problem times r + 1, so that ranks differ.
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from grouped_core.routing import Sums
 from tests import asserts
@@ -414,6 +416,89 @@ def routers_of_all_ranks_share_their_losses(mesh: DeviceMesh) -> None:
             dropped = chosen[rank].dropped
             assert int(aux.dropped) == (0 if dropped is None else int(dropped[0]))
             same(held.grad, wanted, "gradient")
+
+
+@check
+def sequences_of_every_rank_are_its_own(mesh: DeviceMesh) -> None:
+    """As many on each rank; with `split_sequences` a rank has a part of each. Also compiled; an empty one is none."""
+    rank, group, options = mesh.get_rank(), mesh.get_group(), {"score": "sigmoid", "aux_coeff": 0.5, "z_coeff": 0.25}
+    logits = torch.from_numpy(draw(32, 8)).to(mesh.device_type)
+    cases = (
+        (False, ((6, 10, 0), (1, 2, 13)), (6, 10, 1, 2, 13)),
+        (True, ((12, 4, 0), (0, 10, 6)), (12, 14, 6)),
+    )
+    for split, parts, every in cases:
+        one = leaf(logits)
+        aux = route.topk_router(one, 2, sequence_sizes=torch.tensor(every, device=logits.device), **options)[2]
+        (2 * aux.aux_loss + 3 * aux.z_loss).backward()
+        for run in (route.topk_router, compiled(route.topk_router, mesh)):
+            held = leaf(logits[rank * 16 : rank * 16 + 16])
+            how: dict[str, Any] = {"process_group": group, "split_sequences": split, **options}
+            found = run(held, 2, sequence_sizes=torch.tensor(parts[rank], device=logits.device), **how)[2]
+            (2 * found.aux_loss + 3 * found.z_loss).backward()
+            near(found.aux_loss, aux.aux_loss.double(), "aux_loss")
+            near(held.grad, one.grad[rank * 16 : rank * 16 + 16].double(), "gradient")
+    many = torch.zeros(32768, dtype=torch.int32, device=logits.device)
+    words = ["`sequence_sizes` of topk_router", "32768 sequences on each of 2 ranks", "1 to 32767, of 65535 on all"]
+    with asserts.refused(ValueError, words):
+        route.topk_router(logits, 2, sequence_sizes=many, process_group=group)
+
+
+@check
+def different_numbers_of_sequences_are_refused(mesh: DeviceMesh) -> None:
+    """Under GROUPED_DEBUG=ranks, on every rank and with all numbers, also none."""
+    rank, group = mesh.get_rank(), mesh.get_group()
+    logits = torch.from_numpy(draw(16, 8)).to(mesh.device_type)
+    sizes = torch.tensor([6, 10, 0], device=logits.device)
+    os.environ["GROUPED_DEBUG"] = "ranks"
+    try:
+        for given, numbers in ((sizes[: 2 + rank], "2, 3"), (sizes if rank else None, "None, 3")):
+            words = ["topk_router", f"{numbers} sequences", "the same number on every rank", "pad with sequences"]
+            with asserts.refused(ValueError, words):
+                route.topk_router(logits, 2, sequence_sizes=given, process_group=group)
+        route.topk_router(logits, 2, sequence_sizes=sizes, process_group=group)
+    finally:
+        del os.environ["GROUPED_DEBUG"]
+
+
+_ELSEWHERE = {
+    "delay_wgrad_compute": "is delayed until `backward_dw`",
+    "accumulate_into_main_grad": "goes to `main_grad`",
+}
+
+
+@check
+def ddp_refuses_gradients_that_it_would_not_reduce(mesh: DeviceMesh) -> None:
+    """Delayed ones and those of `main_grad`, of every module, also compiled and of adapters. Those that nobody needs,
+    that DDP leaves out, or that a pass under `no_sync` gives, are the caller's.
+    """
+    for form in ("GroupedLinear", "GroupedMLP"):
+        name = "weight" if form == "GroupedLinear" else "linear_fc1.weight"
+        for option, words in _ELSEWHERE.items():
+            how = {"delay": option.startswith("delay"), "accumulate": option.startswith("accumulate")}
+            s = _setup(form, False, mesh, **how)
+            main_grads(list(s.module.parameters()), 0.0)
+            refused = [f"`{name}` in DistributedDataParallel", words, "`.grad`", f"leave out `{option}`"]
+            wrapped = DistributedDataParallel(s.module)
+            for run in (wrapped, torch.compile(wrapped, backend="eager")):
+                with asserts.refused(ValueError, refused):
+                    _run(s, run, s.x)
+            with torch.no_grad():
+                _run(s, wrapped, s.x)
+            with wrapped.no_sync():
+                _run(s, wrapped, s.x)
+            _run(s, s.module, s.x)
+            names = [name for name, _ in s.module.named_parameters() if "weight" in name]
+            model = torch.nn.Sequential(s.module, torch.nn.Linear(4, 4, device=s.x.device))
+            ignored = [f"0.{each}" for each in names]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+            outer = DistributedDataParallel(model)
+            with outer._inside_ddp_forward():
+                _run(s, s.module, s.x).backward(s.dy)
+    module = nn.GroupedMLP(2, 8, 8, lora_rank=2, delay_wgrad_compute=True, device=mesh.device_type)
+    wrapped = DistributedDataParallel(module)
+    with asserts.refused(ValueError, ["`linear_fc1.lora_A` in DistributedDataParallel", "is delayed"]):
+        wrapped(torch.ones(4, 8, device=mesh.device_type), torch.tensor([2, 2], device=mesh.device_type))
 
 
 @check

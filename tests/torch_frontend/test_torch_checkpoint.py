@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from grouped_core.layouts import LAYOUTS
 from grouped_core.safetensors_file import File
@@ -181,6 +182,92 @@ def test_another_order_of_columns_is_refused_and_converted(tmp_path: Path) -> No
     same(before, model)
 
 
+def adapted(kind: str, block: int | None, seed: int = 0, **options: Any) -> Any:
+    """A layer whose adapters are not those of the start, which add nothing."""
+    torch.manual_seed(seed)
+    options |= {"activation": Activation("swiglu", interleave=block), "lora_rank": 4}
+    options |= {"single_grouped_weight": True}
+    made = nn.GroupedMLP(E, H, F, **options) if kind == "GroupedMLP" else moe(seed, shared_dim=16, **options)
+    with torch.no_grad():
+        for name, each in made.named_parameters():
+            if name.endswith("lora_B"):
+                each.normal_()
+    return made
+
+
+def result(layer: Any) -> Tensor:
+    return layer(rows(), torch.tensor([4, 0, 3, 2])) if isinstance(layer, nn.GroupedMLP) else layer(rows())[0]
+
+
+@pytest.mark.rule("CKP-6", "LOR-5")
+@pytest.mark.parametrize("blocks", [(8, None), (None, 8), (8, 4)])
+@pytest.mark.parametrize("kind", ["GroupedMLP", "MoE"])
+def test_columns_of_adapters_change_order_with_those_of_their_weights(
+    tmp_path: Path, kind: str, blocks: tuple[Any, Any]
+) -> None:
+    """Those of the experts and of a shared expert, however they are converted."""
+    path, given, model = tmp_path / "f.safetensors", adapted(kind, blocks[0]), adapted(kind, blocks[1], 1)
+    checkpoint.save(path, given)
+    checkpoint.load(path, model, convert=True)
+    bitwise(result(model), result(given), "loaded")
+    found = checkpoint.convert(given, "torch_bridge", "torch_bridge", interleave=blocks)
+    same(found, model)
+    there = checkpoint.convert(given, "torch_bridge", "jax_grouped")
+    same(checkpoint.convert(there, "jax_grouped", "torch_bridge", interleave=(None, blocks[1])), model)
+    hooked = adapted(kind, blocks[1], 2)
+    hooked.register_load_state_dict_pre_hook(checkpoint.load_hook("torch_bridge", interleave=(blocks[0], None)))
+    hooked.load_state_dict(given.state_dict())
+    same(hooked, model)
+
+
+class _Wrapped(torch.nn.Module):
+    """As wrappers of data parallelism hold a model."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.rule("CKP-2", "CKP-5")
+@pytest.mark.parametrize("prefix", ["module.a.b", "module.a.b.", "a.b", "a.b."])
+def test_a_prefix_may_end_in_a_dot_and_name_wrappers(tmp_path: Path, prefix: str) -> None:
+    path, given, model = tmp_path / "f.safetensors", adapted("MoE", 8), adapted("MoE", 8, 1)
+    checkpoint.save(path, {"module": {"a": {"b": given}}})
+    same(checkpoint.load(path, model, prefix=prefix), given)
+    with refused(ValueError, ["`experts` with interleave 8", "expected None"]):
+        checkpoint.load(path, adapted("MoE", None, 1), prefix=prefix)
+
+
+@pytest.mark.rule("CKP-2", "CKP-6")
+@pytest.mark.parametrize("wrapped", ["source", "target", "both"])
+@pytest.mark.parametrize("kind", ["GroupedMLP", "MoE"])
+def test_a_wrapped_module_knows_the_order_of_its_columns(tmp_path: Path, kind: str, wrapped: str) -> None:
+    path, given, model = tmp_path / "f.safetensors", adapted(kind, 8), adapted(kind, None, 1)
+    source, target = (
+        _Wrapped(each) if wrapped in (side, "both") else each for side, each in (("source", given), ("target", model))
+    )
+    checkpoint.save(path, source)
+    with refused(ValueError, ["with interleave 8", "expected None of the model", "convert=True"]):
+        checkpoint.load(path, target)
+    checkpoint.load(path, target, convert=True)
+    bitwise(result(model), result(given), "y")
+    optimizer = torch.optim.AdamW(source.parameters())
+    result(given).sum().backward()
+    optimizer.step()
+    moved = checkpoint.convert_optimizer(optimizer.state_dict(), source, target)
+    same(
+        _moments(moved, model), checkpoint.convert(_moments(optimizer.state_dict(), given), *OURS, interleave=(8, None))
+    )
+
+
+OURS = ("torch_bridge", "torch_bridge")
+
+
+def _moments(state: Any, model: Any) -> dict[str, Tensor]:
+    names = [name for name, _ in model.named_parameters()]
+    return {names[at]: entries["exp_avg"] for at, entries in state["state"].items()}
+
+
 @pytest.mark.rule("CKP-6")
 def test_a_foreign_file_needs_its_layout(tmp_path: Path) -> None:
     from safetensors.torch import save_file
@@ -192,7 +279,8 @@ def test_a_foreign_file_needs_its_layout(tmp_path: Path) -> None:
         save_file(as_torch(written(layout, parts, path="model.mlp")), path)
         with refused(ValueError, [f"`{path}`", "no metadata", "`layout=`", "interleave"]):
             checkpoint.load(path, model)
-        checkpoint.load(path, model, layout=layout, prefix="model.mlp")
+        for prefix in ("model.mlp.", "model.mlp"):
+            checkpoint.load(path, model, layout=layout, prefix=prefix)
         bitwise(fc1.weight[1, F + 3], parts["up"][1, 3], layout)
         bitwise(model.router.weight, parts["router"], layout)
     save_file(as_torch(written("megatron_indexed", parts, block=16)), path)
@@ -554,6 +642,218 @@ def test_groups_and_scalars_of_optimisers() -> None:
     ]
     split = checkpoint.convert_optimizer(two, names, single)["param_groups"]
     assert [(each["params"], each["lr"]) for each in split] == [([0, 1], 1e-2), ([2], 3.0)]
+
+
+@pytest.mark.rule("CKP-4", "CKP-6")
+@pytest.mark.parametrize("form", [True, False])
+def test_moments_follow_the_columns_of_modules(form: bool) -> None:
+    """As their weights do; `interleave` says only what modules do not."""
+    options: dict[str, Any] = {"bias": True, "shared_dim": 16}
+    blocked = moe(activation=Activation("swiglu", interleave=8), single_grouped_weight=form, **options)
+    halves = moe(1, single_grouped_bias=True, **options)
+    optimizer = torch.optim.AdamW(blocked.parameters(), lr=1e-2)
+    _train(blocked, optimizer, 0, 2)
+    state = optimizer.state_dict()
+    given = _moments(state, blocked)
+    named = dict(blocked.named_parameters()), dict(halves.named_parameters())
+    wanted = checkpoint.convert(given, *OURS, interleave=(8, None))
+    for names, target, more in (
+        (blocked, halves, {}),
+        (blocked, halves, {"interleave": (8, None)}),
+        (blocked, named[1], {}),
+        (named[0], halves, {"interleave": (8, None)}),
+        (list(named[0]), named[1], {"interleave": (8, None)}),
+    ):
+        same(_moments(checkpoint.convert_optimizer(state, names, target, **more), halves), wanted)
+    back = checkpoint.convert_optimizer(checkpoint.convert_optimizer(state, blocked, halves), halves, blocked)
+    same(_moments(back, blocked), given)
+    for bad in (8, (None, None), (8, 8), (4, None)):
+        with refused(ValueError, ["`interleave` of convert_optimizer", "expected", "experts` of that module", "leave"]):
+            checkpoint.convert_optimizer(state, blocked, halves, interleave=bad)
+    with refused(
+        ValueError, ["`interleave` of", "None for the columns of `", "interleave 8 of `target`", "as `names`"]
+    ):
+        checkpoint.convert_optimizer(state, named[0], blocked)
+    same(_moments(checkpoint.convert_optimizer(state, named[0], blocked, interleave=8), blocked), given)
+
+
+@pytest.mark.rule("CKP-4", "CKP-6")
+@pytest.mark.parametrize("layout", [name for name in WRITTEN if name != "gpt_oss"])
+def test_moments_of_a_module_follow_its_weights_to_every_layout(layout: str) -> None:
+    model = moe(activation=Activation("swiglu", interleave=8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _train(model, optimizer, 0, 1)
+    target = checkpoint.convert(model, "torch_bridge", layout)
+    state = checkpoint.convert_optimizer(optimizer.state_dict(), model, target, target_layout=layout)
+    found = {name: state["state"][at]["exp_avg"] for at, name in enumerate(target)}
+    same(
+        found, checkpoint.convert(_moments(optimizer.state_dict(), model), "torch_bridge", layout, interleave=(8, None))
+    )
+
+
+@pytest.mark.rule("CKP-4", "LOR-5")
+@pytest.mark.parametrize("only", [False, True])
+def test_moments_of_adapters_follow_their_columns(only: bool) -> None:
+    """Also of an optimiser that has the adapters alone."""
+    blocked, halves = adapted("MoE", 8), adapted("MoE", None, 1)
+    trained: Any = [{n: p for n, p in each.named_parameters() if "lora_" in n} for each in (blocked, halves)]
+    optimizer = torch.optim.AdamW(trained[0].values() if only else blocked.parameters(), lr=1e-2)
+    _train(blocked, optimizer, 0, 1)
+    names, target = trained if only else (blocked, halves)
+    state = checkpoint.convert_optimizer(optimizer.state_dict(), names, target, interleave=(8, None))
+    listed = list(trained[0]) if only else [name for name, _ in blocked.named_parameters()]
+    found, wanted = (
+        {listed[at]: entries["exp_avg"] for at, entries in each["state"].items()}
+        for each in (state, optimizer.state_dict())
+    )
+    for width, place in ((F, "experts"), (16, "shared")):
+        column = torch.arange(2 * width)
+        order = column % width // 8 * 16 + column // width * 8 + column % 8  # where each one is among blocks of 8
+        wanted[f"{place}.linear_fc1.lora_B"] = wanted[f"{place}.linear_fc1.lora_B"][:, order]
+        assert wanted[f"{place}.linear_fc1.lora_B"].any()
+    same(found, wanted)
+
+
+@pytest.mark.rule("CKP-5", "ERR-1")
+def test_convert_does_not_turn_a_module_beside_what_it_does_not_know() -> None:
+    model = moe(activation=Activation("swiglu", interleave=8))
+    tree = {"model": model, "moments": model.state_dict()}
+    with refused(ValueError, ["`interleave` of convert: None for `moments.experts`", "`model.experts`", "(8, None)"]):
+        checkpoint.convert(tree, *OURS)
+    found = checkpoint.convert(tree, *OURS, interleave=(8, None))
+    bitwise(found["moments.experts.linear_fc1.weight"], found["model.experts.linear_fc1.weight"], "moments")
+
+
+# ---- layers in a Sequential
+
+
+def sequence(block: int | None, seed: int = 0, kind: Any = nn.ScaledSwiGLU, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    first, second = nn.GroupedLinear(E, H, 2 * F, **options), nn.GroupedLinear(E, F, H, **options)
+    made = torch.nn.ModuleDict({"s": nn.Sequential(first, kind(glu_interleave_size=block), second)})
+    with torch.no_grad():
+        for name, each in made.named_parameters():
+            if name.endswith("lora_B"):
+                each.normal_()
+    return made
+
+
+def of_sequence(model: Any) -> Tensor:
+    sizes = torch.tensor([4, 0, 3, 2])
+    return model["s"](rows(), sizes, torch.linspace(0, 1, 9), sizes)
+
+
+@pytest.mark.rule("CKP-5", "CKP-6")
+@pytest.mark.parametrize("forms", [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("blocks", [(8, None), (None, 8)])
+def test_columns_of_a_sequential_are_recorded_and_converted(
+    tmp_path: Path, blocks: tuple[Any, Any], forms: tuple[bool, bool]
+) -> None:
+    path = tmp_path / "f.safetensors"
+    given, model = (
+        sequence(block, seed, single_grouped_weight=form, lora_rank=2)
+        for seed, (block, form) in enumerate(zip(blocks, forms, strict=True))
+    )
+    checkpoint.save(path, given)
+    layer = json.loads(File(path).metadata["jax_grouped"])["layers"]["s.0"]
+    assert (layer["kind"], layer["groups"]) == ("linear", E)
+    assert layer["form"] == ("grouped" if forms[0] else "indexed")
+    assert layer["activation"]["interleave"] == blocks[0]
+    before = copy.deepcopy(model)
+    words = [f"`s.0` with interleave {blocks[0]}", f"expected {blocks[1]} of the model", "convert=True"]
+    with refused(ValueError, words):
+        checkpoint.load(path, model)
+    same(model, before)
+    checkpoint.load(path, model, convert=True)
+    bitwise(of_sequence(model), of_sequence(given), "y")
+    before.load_state_dict(checkpoint.convert(given, *OURS, interleave=blocks))
+    same(before, model)
+    tree = {key: torch.zeros_like(each) for key, each in model.state_dict().items()}
+    same(checkpoint.load(path, tree, interleave=blocks, convert=True), model)
+    with refused(ValueError, ["activation of `s.0`", "swiglu", "situ_glu"]):
+        checkpoint.load(path, sequence(blocks[0], kind=nn.ScaledSiTUGLU, lora_rank=2))
+    optimizer = torch.optim.AdamW(given.parameters())
+    of_sequence(given).square().sum().backward()
+    optimizer.step()
+    moved = _moments(checkpoint.convert_optimizer(optimizer.state_dict(), given, model), model)
+    checkpoint.save(path, {"s": _with_values(given, _moments(optimizer.state_dict(), given))["s"]})
+    checkpoint.load(path, before, convert=True)
+    same(moved, {name: each.detach() for name, each in before.named_parameters() if name in moved})
+
+
+def _with_values(model: Any, values: dict[str, Tensor]) -> Any:
+    made = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, each in values.items():
+            made.get_parameter(name).copy_(each)
+    return made
+
+
+@pytest.mark.rule("CKP-5")
+def test_files_that_do_not_record_a_sequential_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Those of earlier releases, and of others, unless `interleave` says their order."""
+    from safetensors.torch import save_file
+
+    path, given = tmp_path / "f.safetensors", sequence(8)
+    checkpoint.save(path, given.state_dict())  # a tree, which records no more than earlier releases did of modules
+    model = sequence(8, 1)
+    same(checkpoint.load(path, model), given)
+    halves = sequence(None, 1)
+    checkpoint.load(path, halves, interleave=(8, None), convert=True)
+    bitwise(of_sequence(halves), of_sequence(given), "y")
+    save_file(given.state_dict(), path)
+    same(checkpoint.load(path, sequence(8, 2), layout="torch_bridge"), given)
+    same(checkpoint.load(path, sequence(None, 2), layout="torch_bridge", interleave=8), halves)
+
+
+# ---- state dicts
+
+
+@pytest.mark.rule("CKP-5", "CKP-6")
+@pytest.mark.parametrize("kind", ["GroupedMLP", "MoE", "Sequential", "loose"])
+def test_state_dicts_say_the_order_of_columns(tmp_path: Path, kind: str) -> None:
+    """They hold it in their metadata; those without it load as they did."""
+
+    def build(block: int | None, seed: int) -> Any:
+        if kind == "Sequential":
+            return sequence(block, seed)
+        if kind == "loose":
+            return torch.nn.ModuleList([nn.GroupedLinear(E, H, 2 * F), nn.ScaledSwiGLU(glu_interleave_size=block)])
+        return torch.nn.ModuleDict({"a": adapted(kind, block, seed)})
+
+    given, model = build(8, 0), build(None, 1)
+    torch.save(given.state_dict(), tmp_path / "s.pt")
+    for state in (given.state_dict(), torch.load(tmp_path / "s.pt", weights_only=True)):
+        before = copy.deepcopy(model.state_dict())
+        with refused(ValueError, ["with interleave 8, expected None of the module", "(8, None)", "`dict(state)`"]):
+            model.load_state_dict(state)
+        if kind != "loose":  # whose linear layer does not know of the activation
+            same(model, before)
+    same_order = build(8, 2)
+    same_order.load_state_dict(given.state_dict())
+    same(same_order, given)
+    model.load_state_dict(dict(given.state_dict()))
+    same(model, given)
+    set_model_state_dict(same_order, get_model_state_dict(build(8, 4)))  # of distributed checkpoints: without metadata
+    model.load_state_dict(build(None, 3).state_dict())
+
+
+@pytest.mark.rule("CKP-6")
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("kind", ["GroupedMLP", "MoE", "Sequential"])
+def test_a_hook_tells_layers_the_order_that_it_made(kind: str, outer: bool) -> None:
+    def build(block: int | None, seed: int) -> Any:
+        made = sequence(block, seed) if kind == "Sequential" else torch.nn.ModuleDict({"s": adapted(kind, block, seed)})
+        return made if outer else made["s"]
+
+    given, model = build(8, 0), build(None, 1)
+    handle = model.register_load_state_dict_pre_hook(checkpoint.load_hook("torch_bridge", interleave=(8, None)))
+    model.load_state_dict(given.state_dict())
+    same(model, checkpoint.convert(given, *OURS, interleave=(8, None)))
+    with refused(ValueError, ["interleave None, expected 8 of the hook", "checkpoint.load_hook"]):
+        model.load_state_dict(build(None, 2).state_dict())
+    handle.remove()
+    model.load_state_dict(build(None, 3).state_dict())
 
 
 class _Partly(torch.nn.Module):

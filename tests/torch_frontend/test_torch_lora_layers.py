@@ -538,10 +538,12 @@ def test_adapters_go_to_peft_and_back():
         "lora_B.weight": (H, R * G),
     }
     assert all(each.is_contiguous() and not each.requires_grad for each in state.values())
+    assert p.module.peft_state_dict(PREFIX.removesuffix(".")).keys() == state.keys()  # a dot makes no difference
     with torch.no_grad():
         for each in q.factors():
             each.zero_()
     addresses = [each.data_ptr() for each in q.factors()]
+    q.module.load_peft_state_dict(state, PREFIX.removesuffix("."))
     q.module.load_peft_state_dict(state | {"other": made(2)}, PREFIX)
     assert [each.data_ptr() for each in q.factors()] == addresses
     for one, two in zip(q.factors(), p.factors(), strict=True):

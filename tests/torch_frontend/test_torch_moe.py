@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -640,12 +641,38 @@ def test_options_that_are_true_or_false_take_nothing_else() -> None:
         "scale_bias": lambda **no: grouped_linear(x, w, sizes, **no),
         "after_topk": lambda **no: route.topk_router(logits, 2, **no),
         "normalize": lambda **no: route.topk_router(logits, 2, **no),
+        "split_sequences": lambda **no: route.topk_router(logits, 2, **no),
         "delay_wgrad_compute": lambda **no: nn.GroupedLinear(2, 4, 4, **no),
     }.items():
         with asserts.refused(TypeError, [f"`{name}`", *words]):
             call(**{name: "False"})
     with asserts.refused(TypeError, ["`rhs_transposed`", *words]):
         grouped_mlp(x, torch.ones(2, 4, 8), w, sizes, rhs_transposed="False")
+
+
+_FLAGS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "GroupedLinear": (
+        lambda **no: nn.GroupedLinear(2, 4, 4, **no),
+        ("bias", "scale_bias", "single_grouped_weight", "single_grouped_bias", "accumulate_into_main_grad"),
+    ),
+    "GroupedMLP": (lambda **no: nn.GroupedMLP(2, 4, 4, **no), ("bias",)),
+    "Router": (lambda **no: nn.moe.Router(4, 4, **no), ("selection_bias",)),
+    "MoE": (
+        lambda **no: nn.MoE(4, 4, 4, 2, **no),
+        ("bias", "single_grouped_weight", "selection_bias", "shared_gate", "once_per_rank"),
+    ),
+}
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize(("layer", "flag"), [(layer, flag) for layer, (_, flags) in _FLAGS.items() for flag in flags])
+def test_flags_of_layers_take_nothing_but_bools(layer: str, flag: str) -> None:
+    """Text counts as True, and 0 as False where it is compared with a default; NumPy's bools are bools."""
+    made = _FLAGS[layer][0]
+    for value in ("no", 0, 1, None):
+        with asserts.refused(TypeError, [f"`{flag}` of {layer}: {value!r}", "expected True or False", "pass one"]):
+            made(**{flag: value})
+    made(**{flag: np.False_})
 
 
 @pytest.mark.rule("ERR-1")

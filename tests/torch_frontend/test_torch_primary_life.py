@@ -371,3 +371,25 @@ def test_what_checkpoints_of_quantised_weights_refuse() -> None:
     del indexed["weight1.values"]
     with asserts.refused(ValueError, ["`weight.values` has entries for 2 of 3 groups, missing 1"]):
         layer(recipes.MXFP8).load_state_dict(indexed)
+
+
+@pytest.mark.rule("CKP-3", "ERR-1")
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_weight_in_both_forms_is_refused(listed: bool, held: bool) -> None:
+    """Else one of them would be ignored, whichever parameters the layer and the state dict have."""
+    module, given = layer(recipes.FP8Block, listed), layer(recipes.FP8Block, not held)
+    before, state = raw(module), given.state_dict()
+    whole = given.weight_parameters()[0].shape[-2:]
+    for key, shape in (("weight", (given.num_groups, *whole)), ("weight1", whole)):
+        other = "weight" if held else "weight0" if key == "weight" else key
+        plain = torch.zeros(shape, dtype=torch.bfloat16)
+        with asserts.refused(
+            ValueError, [f"both `{key}` and `{other}.values`", "the plain and the quantised", "remove"]
+        ):
+            module.load_state_dict({**state, key: plain})
+        same([*raw(module).values()], [*before.values()])
+    if listed and not held:  # each expert may be in another form
+        mixed = {key: each for key, each in state.items() if not key.startswith("weight1.")}
+        module.load_state_dict({**mixed, "weight1": plain})
+        asserts.bitwise(module.weight_parameters()[1].dequantize(), plain, "weight1")

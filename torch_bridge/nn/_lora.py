@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from grouped_core import lora, lora_layout
+from grouped_core.layouts import dotted
 from torch_bridge._adapter import merged
 from torch_bridge._checks import is_distributed
 from torch_bridge._gradients import Owner
@@ -91,10 +92,11 @@ def to_peft(layers: tuple[Any, Any], prefix: str) -> dict[str, Tensor]:
         ValueError: a layer has no adapter.
     """
     _check_has_adapters(layers)
+    start = dotted(prefix)
     found: dict[str, Tensor] = {}
     for layer, place in zip(layers, _PEFT, strict=True):
         a, b = lora_layout.to_peft(layer.lora_A.detach(), layer.lora_B.detach(), transposed=True)
-        found |= {f"{prefix}{place}lora_A.weight": a.contiguous(), f"{prefix}{place}lora_B.weight": b.contiguous()}
+        found |= {f"{start}{place}lora_A.weight": a.contiguous(), f"{start}{place}lora_B.weight": b.contiguous()}
     return found
 
 
@@ -112,7 +114,7 @@ def from_peft(layers: tuple[Any, Any], state: Mapping[str, Tensor], prefix: str)
         )
     made: list[tuple[Parameter, Tensor]] = []
     for layer, place in zip(layers, _PEFT, strict=True):
-        names = [f"{prefix}{place}{name}.weight" for name in FACTORS]
+        names = [f"{dotted(prefix)}{place}{name}.weight" for name in FACTORS]
         missing = [name for name in names if name not in state]
         if missing:
             raise ValueError(

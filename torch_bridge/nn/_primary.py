@@ -6,7 +6,7 @@ The members of one layer share one `QTensor` [G, N, K], which products read; lis
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -262,13 +262,15 @@ def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
     """Reassembles quantised weights of a checkpoint, grouped or indexed, in the layer's form, in place.
 
     Raises:
-        ValueError: parts are missing, or have another number of groups; and the errors of `adapt`.
+        ValueError: parts are missing, or have another number of groups, or a weight is there in two forms; and the
+            errors of `adapt`.
     """
     parameters = layer.weight_parameters()
     if not is_held(parameters):
         return
     grouped = layer.weight_names[0] == "weight"
     like = named_parts(parameters[0].q)
+    _check_one_form(layer.num_groups, state, prefix, list(like))
     for part, tensor in like.items():
         adapt(*(state, prefix, "weight", layer.num_groups, tuple(tensor.shape[1:])), grouped=grouped, suffix=f".{part}")
     for name, weight in zip(layer.weight_names, parameters, strict=True):
@@ -291,6 +293,25 @@ def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
         made = QuantizedWeight(_assembled(weight.q, whole), packed=grouped)
         made.scaling = weight.scaling  # used further if it replaces the weight
         state[prefix + name] = made
+
+
+def _check_one_form(groups: int, state: Mapping[str, Any], prefix: str, parts: Sequence[str]) -> None:
+    """Refuses entries of one weight both plain and quantised. Of listed weights each may be in another form.
+
+    Raises:
+        ValueError: there are such entries.
+    """
+    names = ["weight", *(f"weight{group}" for group in range(groups))]
+    plain = [name for name in names if _is_plain(state.get(prefix + name))]
+    keys = ((name, f"{prefix}{name}.{part}") for name in names for part in reversed(parts))
+    coded = {name: key for name, key in keys if key in state}  # the first part of each
+    for name in plain:
+        both = [key for other, key in coded.items() if "weight" in (name, other) or name == other]
+        if both:
+            raise ValueError(
+                f"checkpoint: both `{prefix}{name}` and `{both[0]}`, the plain and the quantised form of one weight, "
+                "expected one of them; remove the other."
+            )
 
 
 def quantised(layer: Any, state: dict[str, Any], prefix: str) -> None:

@@ -1,15 +1,26 @@
 """Loads checkpoints with one tensor for all groups into a layer with one tensor per group, and vice versa.
 
 A layer adapts the entries under its own prefix, so names match by whole path segments. Values are never changed.
+State dicts also say in their metadata in what order gate and linear columns are, so that another order is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
+
+from grouped_core.activations import Activation
+from grouped_core.layouts import join
+
+_COLUMNS = "interleave"
+"""The entry of a module in the metadata of a state dict: the blocks of `columns`."""
+CONVERTED = "converted_from_interleave"
+"""The end of an entry by which a hook tells an MLP that it permuted the columns, and from which order. It exists only
+while a state dict is loaded: hooks do not see the metadata of the modules inside."""
 
 
 def adapt(
@@ -62,6 +73,68 @@ def adapt(
         members = split(whole, state[whole], groups, tuple(shape))
         del state[whole]
         state.update(zip(indexed, members, strict=True))
+
+
+def columns(module: Module) -> dict[str, int | None]:
+    """The blocks in which the columns alternate that gated activations inside of a module read, by relative path."""
+    acts = {name: getattr(each, "activation", None) for name, each in module.named_modules(remove_duplicate=False)}
+    return {name: act.interleave for name, act in acts.items() if isinstance(act, Activation) and act.gated}
+
+
+def note_columns(module: Module, destination: Any, prefix: str) -> None:
+    """Adds the order of the module's columns to the metadata of a state dict, if it has any."""
+    if (metadata := getattr(destination, "_metadata", None)) is not None:
+        metadata.setdefault(prefix[:-1], {})[_COLUMNS] = columns(module)
+
+
+def check_columns(module: Module, state: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:
+    """Refuses a state dict whose columns have another order than those of the module; without metadata it passes.
+
+    It has no effect if a module has hooks that may still change the entries.
+
+    Raises:
+        ValueError: the order differs.
+    """
+    for path, block in {} if hooked(module) else columns(module).items():
+        mark = join(f"{prefix}{path}".removesuffix("."), CONVERTED)
+        if mark in state:
+            check_hooked(path, block, state[mark], prefix, local_metadata)
+            continue
+        found = local_metadata.get(_COLUMNS, {}).get(path, block)
+        if found != block:
+            order = f"interleave=({found}, {block})"
+            raise ValueError(
+                f"checkpoint: columns of {_named(prefix, path)} with interleave {found}, expected {block} of the "
+                f"module; load it into a module of that order and pass that module to checkpoint.convert(..., {order}),"
+                " or pass `dict(state)` if its columns were permuted already."
+            )
+    state.pop(prefix + CONVERTED, None)
+
+
+def check_hooked(
+    path: str, block: int | None, taken: int | None, prefix: str, local_metadata: Mapping[str, Any]
+) -> None:
+    """Refuses a state dict whose columns a hook took for those of another order than they have.
+
+    Args:
+        path: relative to the module of the metadata. block: the order of the module. taken: that which the hook took.
+    """
+    found = local_metadata.get(_COLUMNS, {}).get(path, taken)
+    if found != taken:
+        raise ValueError(
+            f"checkpoint: columns of {_named(prefix, path)} with interleave {found}, expected {taken} of the hook; "
+            f"pass interleave=({found}, {block}) to checkpoint.load_hook."
+        )
+
+
+def _named(prefix: str, path: str) -> str:
+    place = f"{prefix}{path}".removesuffix(".")
+    return f"`{place}`" if place else "a state dict"
+
+
+def hooked(module: Module) -> bool:
+    """Whether a module, or one inside, has hooks that may still change the entries of a state dict."""
+    return any(each._load_state_dict_pre_hooks for each in module.modules())
 
 
 def _shown(entry: object) -> str:

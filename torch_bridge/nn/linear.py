@@ -30,7 +30,7 @@ from torch_bridge.nn import _lora, _primary
 from torch_bridge.nn._cache import WeightCache
 from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, parameter_dtype, positive
 from torch_bridge.nn._scaling_state import ScaledModule, bound
-from torch_bridge.nn._state import adapt
+from torch_bridge.nn._state import adapt, hooked
 from torch_bridge.quantized_weight import QuantizedWeight
 
 
@@ -96,7 +96,12 @@ class GroupedLinear(ScaledModule):
         self.num_groups, self.in_features, self.out_features = positive(
             "GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features
         )
-        if scale_bias and not bias:
+        bias, self.scale_bias = (
+            as_flag(name, flag, "GroupedLinear") for name, flag in (("bias", bias), ("scale_bias", scale_bias))
+        )
+        single_weight = as_flag("single_grouped_weight", single_grouped_weight, "GroupedLinear")
+        single_bias = as_flag("single_grouped_bias", single_grouped_bias, "GroupedLinear")
+        if self.scale_bias and not bias:
             raise ValueError(
                 "`scale_bias` of GroupedLinear: True with `bias` False, expected a bias to scale; drop one of them."
             )
@@ -105,7 +110,6 @@ class GroupedLinear(ScaledModule):
         held = _primary.options(quantized_weights, recipe, preserve_high_precision_init)
         self.lora = lora.layer_options("GroupedLinear", lora_rank, lora_alpha, lora_dropout)
         self.recipe = held.recipe
-        self.scale_bias = as_flag("scale_bias", scale_bias, "GroupedLinear")
         accumulates = as_flag("accumulate_into_main_grad", accumulate_into_main_grad, "GroupedLinear")
         self.accumulate_into_main_grad = accumulates
         self.delay_wgrad_compute = as_flag("delay_wgrad_compute", delay_wgrad_compute, "GroupedLinear")
@@ -114,10 +118,10 @@ class GroupedLinear(ScaledModule):
         self.queue = main_grad.GradientQueue()
         self.cache = WeightCache()
         self._table = OwnedTable()
-        self.weight_names = self._names("weight", single_grouped_weight)
-        self.bias_names = self._names("bias", single_grouped_bias) if bias else ()
+        self.weight_names = self._names("weight", single_weight)
+        self.bias_names = self._names("bias", single_bias) if bias else ()
         shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
-        biases_first = single_grouped_weight and not single_grouped_bias
+        biases_first = single_weight and not single_bias
         kinds = [("weight", self.weight_names), ("bias", self.bias_names)]
         for kind, names in reversed(kinds) if biases_first else kinds:
             shape = (self.num_groups, *shapes[kind]) if names == (kind,) else shapes[kind]
@@ -476,7 +480,7 @@ def check_layers(module: Module, state_dict: Mapping[str, Any], prefix: str) -> 
     Raises:
         ValueError: as `GroupedLinear.adapt_state`.
     """
-    if any(each._load_state_dict_pre_hooks for each in module.modules()):
+    if hooked(module):
         return
     shapes = {
         key: torch.empty(each.shape, dtype=each.dtype, device="meta") if isinstance(each, Tensor) else each

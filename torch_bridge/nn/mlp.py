@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grouped_core.activations import Activation, resolve
+from grouped_core.formats import as_flag
 from grouped_core.linear_spec import check_keywords
 from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.recipes import BoundRecipe
@@ -30,6 +31,7 @@ from torch_bridge.nn._checks import (
     positive,
 )
 from torch_bridge.nn._scaling_state import ScaledModule, bound
+from torch_bridge.nn._state import check_columns, note_columns
 from torch_bridge.nn.activation import shortest
 from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.routed import ROUTED
@@ -174,6 +176,7 @@ class GroupedMLP(ScaledModule):
                 "multiplied by the probabilities; use a Sequential for another meaning."
             )
         check_keywords("GroupedMLP", options, GroupedMLP, GroupedLinear)
+        bias = as_flag("bias", bias, "GroupedMLP")
         check_recipe("GroupedMLP", options.get("recipe"))
         self._activation = resolve(activation)
         self._residuals = residuals_option(residuals)
@@ -278,7 +281,8 @@ class GroupedMLP(ScaledModule):
         """The adapters with the names and in the layout of PEFT's `target_parameters` on `gate_up_proj`, `down_proj`.
 
         Args:
-            prefix: the prefix of an experts module in PEFT, e.g. "base_model.model.model.layers.0.mlp.experts.".
+            prefix: the path of an experts module in PEFT, e.g. "base_model.model.model.layers.0.mlp.experts". A dot at
+                its end makes no difference.
 
         Raises:
             ValueError: a layer has no adapter.
@@ -286,7 +290,7 @@ class GroupedMLP(ScaledModule):
         return _lora.to_peft(self._layers(), prefix)
 
     def load_peft_state_dict(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Loads adapters from PEFT, in place; the others of `state` are ignored.
+        """Loads adapters from PEFT, in place; the others of `state` are ignored. prefix: as in `peft_state_dict`.
 
         Raises:
             TypeError: no mapping of tensors. ValueError: an entry is missing or has another shape. Nothing is loaded
@@ -321,11 +325,13 @@ class GroupedMLP(ScaledModule):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_columns(self, destination, prefix)
         self.spread_state(self.linear_fc1.weight_parameters()[0], destination, prefix)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
+        check_columns(self, state_dict, prefix, local_metadata)
         check_layers(self, state_dict, prefix)
         self.own_state(self.linear_fc1.weight_parameters()[0], state_dict, prefix)
         if local_metadata.get("assign_to_params_buffers", False):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from grouped_core.exchange import own_experts
+from grouped_core.formats import as_flag
 from grouped_core.linear_spec import check_keywords
 from grouped_core.routing_spec import check_of_layer, router_option
 from torch_bridge import main_grad
@@ -23,6 +24,7 @@ from torch_bridge._router import router_logits
 from torch_bridge.moe import moe
 from torch_bridge.nn import _primary
 from torch_bridge.nn._checks import cast_rows, check_recipe, compute_dtype, parameter_dtype, positive
+from torch_bridge.nn._state import check_columns, note_columns
 from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.nn.mlp import GroupedMLP
 from torch_bridge.route import MoEAux, topk_router
@@ -53,7 +55,8 @@ class Router(Module):
         super().__init__()
         hidden, num_experts = positive("Router", hidden=hidden, num_experts=num_experts)
         self.weight = Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
-        bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
+        has_bias = as_flag("selection_bias", selection_bias, "Router")
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if has_bias else None
         self.register_buffer("selection_bias", bias)
         self.reset_parameters()
 
@@ -138,7 +141,7 @@ class MoE(Module):
         shared_gate: whether its result is multiplied by the sigmoid of a product of the token with a learned vector.
         process_group: the group of the ranks over which the experts are spread; rank r of P holds experts r E / P to
             (r + 1) E / P - 1, and router and shared expert are replicated. Every rank has to run each pass. None: this
-            process has all experts.
+            process has all experts. The same things must need gradients on every rank (docs/parallel.md).
         transport, budget_factor, once_per_rank, send, chunks: how tokens travel, as in `parallel.moe`.
         bias: whether the experts have biases; the shared one has none.
         single_grouped_weight: one parameter for all experts instead of one each.
@@ -188,6 +191,10 @@ class MoE(Module):
     ) -> None:
         super().__init__()
         check_keywords("MoE", options, MoE, GroupedMLP, GroupedLinear)
+        flags = {"selection_bias": selection_bias, "shared_gate": shared_gate, "once_per_rank": once_per_rank}
+        flags |= {"bias": bias, "single_grouped_weight": single_grouped_weight}
+        for name, flag in flags.items():
+            as_flag(name, flag, "MoE")
         sizes = {"hidden": hidden, "mlp_dim": mlp_dim, "num_experts": num_experts}
         hidden, mlp_dim, num_experts, self.num_experts_per_tok = positive(
             "MoE", **sizes, num_experts_per_tok=num_experts_per_tok
@@ -236,9 +243,16 @@ class MoE(Module):
         self.shared = None if shared_dim is None else GroupedMLP(1, hidden, shared_dim, **options)
         self.shared_gate = Router(hidden, 1, **place) if shared_gate else None
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_columns(self, destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        check_columns(self, state_dict, prefix, local_metadata)
         check_layers(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def spread_experts(
         self,
@@ -303,7 +317,8 @@ class MoE(Module):
         Args:
             x: tokens, in any number of leading axes. mask: bool [...], False for padding, whose routed part is zero.
             experts: integers [..., k], chosen elsewhere (replay, `route.hash_experts`), -1 for none.
-            sequence_sizes: integers [S], as in `route.topk_router`, of the tokens in the order of memory.
+            sequence_sizes: integers [S], as in `route.topk_router`, of the tokens in the order of memory; those of this
+                rank, as many on every rank.
             is_first_microbatch: for the cache of quantised weights, as in `GroupedLinear`.
 
         Raises what `route.topk_router` and `routed_mlp` raise.

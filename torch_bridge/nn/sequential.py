@@ -6,18 +6,21 @@ Letters: M rows, H hidden size of the model, F expert width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from grouped_core.activations import Activation
 from grouped_core.sizes import unwrap
 from torch_bridge import main_grad
 from torch_bridge._compiling import is_compiling
 from torch_bridge.activation import scaled_activation_rows
 from torch_bridge.nn._checks import check_microbatch
 from torch_bridge.nn._routing import addressed
+from torch_bridge.nn._state import check_columns, note_columns
 from torch_bridge.nn.activation import ScaledActivation
 from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.nn.mlp import GroupedMLP, fused_mlp
@@ -26,6 +29,19 @@ from torch_bridge.nn.moe import MoE
 _MODES = ("auto", "always", "never")
 _BUFFERS = ("out", "grad_input")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Activated(NamedTuple):
+    """A grouped linear layer, and the activation behind it, which reads its columns.
+
+    Attributes:
+        name, reader: the names of the two modules.
+    """
+
+    name: str
+    layer: GroupedLinear
+    reader: str
+    activation: Activation
 
 
 class _Window(NamedTuple):
@@ -141,6 +157,15 @@ class Sequential(Module):
     def _layers(self) -> list[Module]:
         return [each for each in self._modules.values() if each is not None]
 
+    def activated(self) -> list[Activated]:
+        """Its grouped linear layers that an activation follows."""
+        named = [(name, each) for name, each in self._modules.items() if each is not None]
+        return [
+            Activated(name, layer, reader, act.activation)
+            for (name, layer), (reader, act) in pairwise(named)
+            if isinstance(layer, GroupedLinear) and isinstance(act, ScaledActivation)
+        ]
+
     def _structure(self) -> tuple[Any, ...]:
         """Returns its modules; a nested Sequential is paired with its own structure."""
         return tuple([(each, each._structure()) if isinstance(each, Sequential) else each for each in self._layers()])
@@ -177,9 +202,16 @@ class Sequential(Module):
                 return reason
         return None
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        note_columns(self, destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        check_columns(self, state_dict, prefix, local_metadata)
         check_layers(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
