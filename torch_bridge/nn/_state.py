@@ -81,13 +81,22 @@ def columns(module: Module) -> dict[str, int | None]:
     return {name: act.interleave for name, act in acts.items() if isinstance(act, Activation) and act.gated}
 
 
-def note_columns(module: Module, destination: Any, prefix: str) -> None:
-    """Adds the order of the module's columns to the metadata of a state dict, if it has any."""
-    if (metadata := getattr(destination, "_metadata", None)) is not None:
-        metadata.setdefault(prefix[:-1], {})[_COLUMNS] = columns(module)
+class OrderedColumns(Module):
+    """A module whose state dicts say in their metadata the order of its columns, and are refused if it differs."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if (metadata := getattr(destination, "_metadata", None)) is not None:
+            metadata.setdefault(prefix[:-1], {})[_COLUMNS] = columns(self)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        _check_columns(self, state_dict, prefix, local_metadata)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
 
-def check_columns(module: Module, state: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:
+def _check_columns(module: Module, state: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]) -> None:
     """Refuses a state dict whose columns have another order than those of the module; without metadata it passes.
 
     It has no effect if a module has hooks that may still change the entries.

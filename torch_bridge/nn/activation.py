@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
-from torch.nn import Module
 
 from grouped_core.activations import Activation, resolve
 from grouped_core.literals import fields_of
 from torch_bridge.activation import scaled_activation_rows
-from torch_bridge.nn._state import check_columns, note_columns
+from torch_bridge.nn._state import OrderedColumns
 
 
 def shortest(activation: Activation) -> str | Activation:
@@ -18,7 +15,7 @@ def shortest(activation: Activation) -> str | Activation:
     return activation.kind if activation == Activation(activation.kind) else activation
 
 
-class ScaledActivation(Module):
+class ScaledActivation(OrderedColumns):
     """z[r] = probs[r] act(h[r]), computed in fp32 and rounded once to the dtype of h.
 
     Args:
@@ -37,16 +34,6 @@ class ScaledActivation(Module):
             TypeError: wrong dtypes. ValueError: shapes, devices, layouts. RuntimeError: differentiated twice.
         """
         return scaled_activation_rows(h, probs, self.as_given)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        note_columns(self, destination, prefix)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        check_columns(self, state_dict, prefix, local_metadata)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def extra_repr(self) -> str:
         """The activation and its options."""

@@ -31,7 +31,7 @@ from torch_bridge.nn._checks import (
     positive,
 )
 from torch_bridge.nn._scaling_state import ScaledModule, bound
-from torch_bridge.nn._state import check_columns, note_columns
+from torch_bridge.nn._state import OrderedColumns
 from torch_bridge.nn.activation import shortest
 from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.routed import ROUTED
@@ -136,7 +136,7 @@ def _adapters(
 _uncompiled: Any = torch.compiler.disable(fused_mlp, reason="quantised Parameters stay outside of graphs")
 
 
-class GroupedMLP(ScaledModule):
+class GroupedMLP(OrderedColumns, ScaledModule):
     """y[r] = (p[r] act(x[r] W1[g].T + b1[g])) W2[g].T + p[r] b2[g], g being the group of row r, p = probs or 1.
 
     It holds `linear_fc1` and `linear_fc2`, two `GroupedLinear`, and runs them as one operation, without calling their
@@ -325,13 +325,11 @@ class GroupedMLP(ScaledModule):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        note_columns(self, destination, prefix)
         self.spread_state(self.linear_fc1.weight_parameters()[0], destination, prefix)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        check_columns(self, state_dict, prefix, local_metadata)
         check_layers(self, state_dict, prefix)
         self.own_state(self.linear_fc1.weight_parameters()[0], state_dict, prefix)
         if local_metadata.get("assign_to_params_buffers", False):

@@ -24,7 +24,7 @@ from torch_bridge._router import router_logits
 from torch_bridge.moe import moe
 from torch_bridge.nn import _primary
 from torch_bridge.nn._checks import cast_rows, check_recipe, compute_dtype, parameter_dtype, positive
-from torch_bridge.nn._state import check_columns, note_columns
+from torch_bridge.nn._state import OrderedColumns
 from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.nn.mlp import GroupedMLP
 from torch_bridge.route import MoEAux, topk_router
@@ -124,7 +124,7 @@ _ALONE: dict[str, Any] = {
 """The defaults of the options of a process group, which a layer without one has."""
 
 
-class MoE(Module):
+class MoE(OrderedColumns):
     """y = sum over the k experts of a token of its weight times the expert's MLP, plus the shared expert's.
 
     It holds `router` (`weight` [E, H]), `experts` (a `GroupedMLP` with `linear_fc1` and `linear_fc2`), and with
@@ -243,16 +243,9 @@ class MoE(Module):
         self.shared = None if shared_dim is None else GroupedMLP(1, hidden, shared_dim, **options)
         self.shared_gate = Router(hidden, 1, **place) if shared_gate else None
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        note_columns(self, destination, prefix)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        check_columns(self, state_dict, prefix, local_metadata)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         check_layers(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def spread_experts(
         self,

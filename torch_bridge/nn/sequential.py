@@ -20,7 +20,7 @@ from torch_bridge._compiling import is_compiling
 from torch_bridge.activation import scaled_activation_rows
 from torch_bridge.nn._checks import check_microbatch
 from torch_bridge.nn._routing import addressed
-from torch_bridge.nn._state import check_columns, note_columns
+from torch_bridge.nn._state import OrderedColumns
 from torch_bridge.nn.activation import ScaledActivation
 from torch_bridge.nn.linear import GroupedLinear, check_layers
 from torch_bridge.nn.mlp import GroupedMLP, fused_mlp
@@ -106,7 +106,7 @@ class _Plan(NamedTuple):
     windows: list[_Window]
 
 
-class Sequential(Module):
+class Sequential(OrderedColumns):
     """Modules applied in sequence; those of this package take their inputs besides rows from `extra`, in module order.
 
     A `GroupedLinear` takes group_sizes, and with `scale_bias` row_scale; a `ScaledActivation` takes probs; a
@@ -202,16 +202,9 @@ class Sequential(Module):
                 return reason
         return None
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        note_columns(self, destination, prefix)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        check_columns(self, state_dict, prefix, local_metadata)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         check_layers(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
