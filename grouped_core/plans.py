@@ -10,7 +10,7 @@ from grouped_core import _native
 from grouped_core.calls import SLOTS, ArraySpec, Call
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=2048)
 def attempt(call: Call, arch: str) -> _native.Plan:
     """The native plan of `call` on `arch` ("cpu", "sm_80", "sm_90a"); its `kernel` is "" if no kernel supports it."""
     inputs = [None if spec is None else (spec.dtype, spec.shape) for spec in call.inputs]
@@ -18,7 +18,7 @@ def attempt(call: Call, arch: str) -> _native.Plan:
     return _native.plan(call.name, arch, call.implementation, inputs, outputs, dict(call.params))
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=2048)
 def plan(call: Call, arch: str) -> _native.Plan:
     """Returns the plan of `attempt` for a call that will run.
 

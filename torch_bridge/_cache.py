@@ -7,8 +7,9 @@ from typing import TypeVar
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
-MOST = 8192
-"""Maximum number of entries: a training run has a few dozen, but M may change in each step, without a bound."""
+MOST = 1024
+"""Maximum number of entries: a training run has a few dozen, but M may change in each step, without a bound, and what is
+kept for one M takes about 40 KiB of host memory in forward and backward."""
 
 
 class Cache(dict[_Key, _Value]):

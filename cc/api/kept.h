@@ -8,10 +8,12 @@
 #include <unordered_map>
 #include <utility>
 
+#include "cc/api/fork_mutex.h"
+
 namespace grouped {
 
-// For any number of threads; all values are dropped when there are kMost. NOTE: one that calls may reach at exit must
-// not be destroyed.
+// For any number of threads; all values are dropped when there are kMost. NOTE: never destroyed, as calls may reach it
+// at exit, and a fork whenever it happens.
 template <class Value, size_t kMost>
 class Kept {
  public:
@@ -28,7 +30,7 @@ class Kept {
   }
 
  private:
-  std::shared_mutex mutex_;
+  ForkMutex mutex_;
   std::unordered_map<std::string, Value> values_;
 };
 

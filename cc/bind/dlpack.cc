@@ -27,6 +27,16 @@ bool on(Platform platform, int dlpack_device) {
   return dlpack_device == nb::device::cuda::value || dlpack_device == kDlpackManaged;
 }
 
+template <class Array>
+bool is_contiguous(const Array& array) {
+  if (array.size() == 0) return true;
+  int64_t stride = 1;
+  for (size_t i = array.ndim(); i-- > 0; stride *= array.shape_ptr()[i]) {
+    if (array.shape_ptr()[i] != 1 && array.stride(i) != stride) return false;
+  }
+  return true;
+}
+
 // Operands of one call: their views for the plan, their addresses for the launch, the arrays kept alive meanwhile.
 class Operands {
  public:
@@ -69,12 +79,7 @@ class Operands {
            std::string("has items of ") + std::to_string(array.itemsize()) + " bytes, expected " +
                std::to_string(dtype_bytes(dtype)) + " for " + dtype_name(dtype));
     }
-    if (array.size() > 0) {
-      int64_t stride = 1;
-      for (size_t i = array.ndim(); i-- > 0; stride *= array.shape_ptr()[i]) {
-        if (array.shape_ptr()[i] != 1 && array.stride(i) != stride) fail(role, index, "is not C-contiguous");
-      }
-    }
+    if (!is_contiguous(array)) fail(role, index, "is not C-contiguous");
     if (!device_type_) device_type_ = array.device_type();
     if (!device_id_) device_id_ = array.device_id();
     if (*device_type_ != array.device_type() || *device_id_ != array.device_id()) {
@@ -117,6 +122,9 @@ void call_arrays(const std::string& call_name, const std::string& arch, const st
       throw std::invalid_argument(call_name + ": the workspace is on device " +
                                   std::to_string(scratch_array->device_id()) + ", expected " +
                                   std::to_string(operands.device()) + ", that of the arrays; allocate it there");
+    }
+    if (!is_contiguous(*scratch_array)) {
+      throw std::invalid_argument(call_name + ": the workspace is not C-contiguous");
     }
     scratch = reinterpret_cast<uintptr_t>(scratch_array->data());
   }

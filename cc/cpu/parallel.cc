@@ -17,6 +17,7 @@
 #include <xmmintrin.h>
 #endif
 
+#include "cc/api/fork_mutex.h"
 #include "cc/cpu/processors.h"
 
 namespace grouped {
@@ -125,7 +126,8 @@ class OwnPool final : public Pool {
 
 // Never destroyed: its threads may outlive every static object. A forked child has none of them and makes a new pool.
 std::atomic<OwnPool*> g_pool{nullptr};
-void forget_pool() { g_pool.store(nullptr); }
+[[maybe_unused]] const int g_registered = pthread_atfork(nullptr, nullptr, [] { g_pool.store(nullptr); });
+ForkMutex* const g_making = new ForkMutex;
 
 }  // namespace
 
@@ -146,13 +148,8 @@ void parallel_for(Pool* pool, int64_t tasks, const std::function<void(int64_t)>&
 Pool& own_pool() {
   OwnPool* pool = g_pool.load();
   if (pool) return *pool;
-  static std::mutex* mutex = new std::mutex;
-  const std::lock_guard<std::mutex> lock(*mutex);
-  if (!g_pool.load()) {
-    static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
-    (void)registered;
-    g_pool.store(new OwnPool(usable_processors()));
-  }
+  const std::lock_guard<ForkMutex> lock(*g_making);
+  if (!g_pool.load()) g_pool.store(new OwnPool(usable_processors()));
   return *g_pool.load();
 }
 

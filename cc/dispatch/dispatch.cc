@@ -201,7 +201,7 @@ Choice<Call> choose(const Call& call, const Target& target, const std::string& i
 
 template <class Call>
 Chosen<Call> chosen_before(const Call& call, const Target& target) {
-  constexpr size_t kMost = 4096;
+  constexpr size_t kMost = 1024;
   static auto* kept = new Kept<Chosen<Call>, kMost>;  // never destroyed, for a program may run at exit
   ChoiceFacts facts(target);
   Call visited = call;

@@ -66,6 +66,11 @@ __global__ void __launch_bounds__(kThreads) update_scales(const Problem p) {
   p.new_scale[at] = keep ? p.scale[at] : delayed_scale(peak, p.top[role]);
 }
 
+std::string refuses(const ScaleUpdate& call, const Target&) {
+  constexpr int64_t kMost = 65535;  // of a grid's second axis
+  return call.scale.dims[0] > kMost ? "takes up to 65535 roles" : "";
+}
+
 void launch(const ScaleUpdate& call, const Context& context) {
   const Problem p = {
       call.scale.as<const float>(), call.history.as<const float>(),  call.top.as<const float>(),
@@ -81,6 +86,6 @@ void launch(const ScaleUpdate& call, const Context& context) {
 }  // namespace
 
 const Kernel<ScaleUpdate> scale_update_any_cuda = {
-    "scale_update_any_cuda", Arch::cuda, Kind::reference, takes_any, no_workspace, launch};
+    "scale_update_any_cuda", Arch::cuda, Kind::reference, refuses, no_workspace, launch};
 
 }  // namespace grouped
