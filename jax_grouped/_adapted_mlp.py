@@ -36,7 +36,7 @@ from jax_grouped._nodes import (
     value_of,
     weight_differentiated,
 )
-from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
+from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes, with_gradients
 
 OPTIONS = ("lora", "lora_scaling", "lora_dropout", "lora_key", "lora_wgrad_accum")
 """Arguments of public functions."""
@@ -346,8 +346,7 @@ def _backward(static: Adapted, saved: _Saved, dy: Any) -> tuple[Any, ...]:
     return base, Factors(*results), Factors(*accums), None
 
 
-_adapted = jax.custom_vjp(_value, nondiff_argnums=(0,))
-_adapted.defvjp(_forward, _backward, symbolic_zeros=True)
+_adapted = with_gradients(_value, _forward, _backward)
 
 # NOTE: as in `ops`: with Refs all gradients are computed, and compilation drops the calls of those that are not used.
 _into_refs = jax.custom_vjp(_value, nondiff_argnums=(0,))

@@ -32,7 +32,7 @@ from jax_grouped._nodes import (
     value_of,
     weight_differentiated,
 )
-from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
+from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes, with_gradients
 
 
 class Adapted(NamedTuple):
@@ -207,8 +207,7 @@ def _backward(static: Adapted, saved: _Saved, dy: Any) -> tuple[Any, ...]:
     )
 
 
-_adapted = jax.custom_vjp(_value, nondiff_argnums=(0,))
-_adapted.defvjp(_forward, _backward, symbolic_zeros=True)
+_adapted = with_gradients(_value, _forward, _backward)
 
 # NOTE: as in `ops`: with Refs all gradients are computed, and compilation drops the calls of those that are not used.
 _into_refs = jax.custom_vjp(_value, nondiff_argnums=(0,))

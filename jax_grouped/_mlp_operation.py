@@ -23,7 +23,7 @@ from jax_grouped import _adapted_mlp
 from jax_grouped._mlp_arguments import Operands, into_refs, on_device, prepare, specs_of
 from jax_grouped._mlp_gradients import MlpResiduals, backward, both_extras, grouped_mlp_bwd_dw, like, members, to_wait
 from jax_grouped._nodes import NamingRunner, cotangent_of, has_gradient, master_dtype, named, target_of, value_of
-from jax_grouped._run import RUN, JaxRunner, differentiable, varying_axes
+from jax_grouped._run import RUN, JaxRunner, differentiable, varying_axes, with_gradients
 from jax_grouped.ops import Take
 
 
@@ -189,8 +189,7 @@ def _bwd(op: Mlp, residuals: _Kept, dy: Any) -> tuple[Any, ...]:
     return (of_x, of_wi, of_wo, None, dp, db1, db2, None, *where(True), bound, None)
 
 
-_mlp = jax.custom_vjp(_value, nondiff_argnums=(0,))
-_mlp.defvjp(_fwd, _bwd, symbolic_zeros=True)
+_mlp = with_gradients(_value, _fwd, _bwd)
 
 # NOTE: as with the linear operation, a forward rule with symbolic zeros may not save a Ref.
 _mlp_into_ref = jax.custom_vjp(_value, nondiff_argnums=(0,))

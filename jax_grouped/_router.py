@@ -15,7 +15,7 @@ from grouped_core import routing as rules
 from grouped_core.calls import ArraySpec, spec_of
 from grouped_core.routing_spec import Router
 from jax_grouped._arguments import one_group
-from jax_grouped._run import RUN, nonzero, reduce_to, varying_axes
+from jax_grouped._run import RUN, nonzero, reduce_to, varying_axes, with_gradients
 
 AxisName = str | tuple[str, ...] | None
 """Axes of the mesh, by name, inside `jax.shard_map`."""
@@ -149,5 +149,4 @@ def _before_sum(cotangent: Array, axes: tuple[str, ...] | None) -> Array:
     return jax.vjp(lambda value: jax.lax.psum(value, axes), local)[1](cotangent)[0]
 
 
-route = jax.custom_vjp(_route_value, nondiff_argnums=(0,))
-route.defvjp(_route_fwd, _route_bwd, symbolic_zeros=True)
+route = with_gradients(_route_value, _route_fwd, _route_bwd)

@@ -17,7 +17,7 @@ from grouped_core import router_product
 from grouped_core.calls import ArraySpec, spec_of
 from grouped_core.linear_spec import Linear, Names
 from jax_grouped._arguments import one_group
-from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
+from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes, with_gradients
 
 _OP = Linear(names=Names(x="x", w="router"))
 
@@ -68,5 +68,4 @@ def _bwd(_: None, saved: _Saved, dy: Any) -> tuple[Any, Any]:
     return dx, dw
 
 
-_product = jax.custom_vjp(_value, nondiff_argnums=(0,))
-_product.defvjp(_fwd, _bwd, symbolic_zeros=True)
+_product = with_gradients(_value, _fwd, _bwd)

@@ -18,7 +18,7 @@ from grouped_core.calls import spec_of
 from grouped_core.exchange import Exchange, Sent
 from grouped_core.formats import Format, QTensor
 from jax_grouped._arguments import one_group
-from jax_grouped._run import RUN, nonzero, reduce_to, varying_axes
+from jax_grouped._run import RUN, nonzero, reduce_to, varying_axes, with_gradients
 
 
 class Places(NamedTuple):
@@ -106,11 +106,10 @@ def _permute_bwd(options: Places | Exchange, saved: _Moved, cotangents: tuple[An
     return dx, dp, None
 
 
-permute = jax.custom_vjp(_permute_value, nondiff_argnums=(0,))
+permute = with_gradients(_permute_value, _permute_fwd, _permute_bwd)
 """Rows [M, H] and their order, of x [T, H], weights [T, k] or None, and experts [T, k]; sorted by expert (`Places`), or
 as a rank of an exchange sends them (`Exchange`).
 """
-permute.defvjp(_permute_fwd, _permute_bwd, symbolic_zeros=True)
 
 
 def _unpermute_value(dtype: str | None, y: Any, weights: Any, source: Any, inverse: Any) -> Any:
@@ -131,9 +130,8 @@ def _unpermute_bwd(_: str | None, saved: _Moved, d_out: Any) -> tuple[Any, Any, 
     return dy, dw, None, None
 
 
-unpermute = jax.custom_vjp(_unpermute_value, nondiff_argnums=(0,))
+unpermute = with_gradients(_unpermute_value, _unpermute_fwd, _unpermute_bwd)
 """[T, H] in the dtype of its options, by default that of the rows: the sum of each token's rows, times its weights."""
-unpermute.defvjp(_unpermute_fwd, _unpermute_bwd, symbolic_zeros=True)
 
 
 def _codes_value(fmt: Format, x: Any, source: Any, inverse: Any) -> QTensor[Any]:
@@ -161,5 +159,4 @@ def _take_bwd(_: None, saved: Any, d_rows: Any) -> tuple[Any, None, None]:
     return (None if dx is None else reduce_to(dx, saved.varying[0])), None, None
 
 
-take = jax.custom_vjp(_take_value, nondiff_argnums=(0,))
-take.defvjp(_take_fwd, _take_bwd, symbolic_zeros=True)
+take = with_gradients(_take_value, _take_fwd, _take_bwd)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -102,8 +102,60 @@ def _result_types(*operands: Any, call: Call) -> list[Any]:
     return list(map(typed, [spec for spec in call.outputs if spec is not None], parts))
 
 
+def with_gradients(value: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """A function of a static argument and of operands, with a `custom_vjp` of its own for each set of operands that are
+    differentiated.
+
+    What forward saves depends on that set. JAX traces a function once for `jit`, `checkpoint` and `scan`, and may
+    differentiate the trace for several sets, such as x and weights in one layer and weights alone in another. Of one
+    `custom_vjp` it would then read all residuals by the tree of the set that came last.
+
+    Args:
+        value: (static, *operands) -> results. forward: (static, *primals) -> (results, residuals), where the leaves of
+            primals are `CustomVJPPrimal`s. backward: (static, residuals, cotangents) -> cotangents of the operands.
+    """
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+    def of_set(static: Any, _: frozenset[int], *operands: Any) -> Any:
+        return value(static, *operands)
+
+    def save(static: Any, moved: frozenset[int], *primals: Any) -> Any:
+        leaves, tree = jax.tree.flatten(custom_vjp_primal_tree_values(primals))
+        return forward(static, *tree.unflatten([CustomVJPPrimal(leaf, at in moved) for at, leaf in enumerate(leaves)]))
+
+    def transpose(static: Any, _: frozenset[int], saved: Any, cotangents: Any) -> Any:
+        return backward(static, saved, cotangents)
+
+    of_set.defvjp(save, transpose, symbolic_zeros=True)
+
+    @partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def function(static: Any, *operands: Any) -> Any:
+        return value(static, *operands)
+
+    def rule(static: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        leaves, tree = jax.tree.flatten(primals)
+        of_leaves = tree.flatten_up_to(tangents)
+        moved = [at for at, tangent in enumerate(of_leaves) if not is_zero(tangent)]
+
+        def of_moved(*values: Any) -> Any:
+            every = list(leaves)
+            for at, each in zip(moved, values, strict=True):
+                every[at] = each
+            return of_set(static, frozenset(moved), *tree.unflatten(every))
+
+        return jax.jvp(of_moved, [leaves[at] for at in moved], [of_leaves[at] for at in moved])
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return function
+
+
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent is a zero by its type, or that of an array that has none, such as one of integers."""
+    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+
+
 def differentiable(function: Any, *arguments: Any) -> Any:
-    """Calls a `custom_vjp` with symbolic zeros; the first argument is static.
+    """Calls a function of `with_gradients`; the first argument is static.
 
     An eager `jax.shard_map` cannot evaluate such a function directly, but it can evaluate a jitted one.
     """

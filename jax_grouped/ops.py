@@ -44,7 +44,7 @@ from jax_grouped._nodes import (
     value_of,
 )
 from jax_grouped._precision import fp32_mode
-from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes
+from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes, with_gradients
 from jax_grouped.quantize import StraightThrough
 
 NAMES = Names(x="lhs", w="rhs")
@@ -433,8 +433,7 @@ def _linear_bwd(op: Linear, saved: _Saved, dy: Any) -> tuple[Any, ...]:
     )
 
 
-_linear = jax.custom_vjp(_linear_value, nondiff_argnums=(0,))
-_linear.defvjp(_linear_fwd, _linear_bwd, symbolic_zeros=True)
+_linear = with_gradients(_linear_value, _linear_fwd, _linear_bwd)
 
 # NOTE: a forward rule with symbolic zeros may not save a Ref when JAX traces it (in scan and checkpoint). So with a Ref
 # all gradients are computed; compilation drops the calls of those that are not used.

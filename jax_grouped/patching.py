@@ -36,7 +36,8 @@ def patch(*, recipe: Recipe | None = None, modules: Sequence[ModuleType] = ()) -
     What counts is where a function is traced: traces made in this thread inside the context use our kernels, forward
     and gradients, all others do not. JAX keeps the programs of both apart, so a jitted function that was called outside
     is traced again inside, and the other way round. Contexts nest, the innermost recipe counts, and an exception ends
-    one as usual. Other threads are not affected. Do not suspend a coroutine or generator inside.
+    one as usual; call `patch` again for another one. Other threads are not affected. Do not suspend a coroutine or
+    generator inside.
 
     Operands, dtypes of results and of gradients, and `precision` are those of `jax.lax.ragged_dot`: the narrower one of
     two dtypes is converted; but results and gradients of two 8-bit operands are bfloat16. `ragged_dot_general` takes

@@ -349,6 +349,8 @@ class TestRefusals:
         asserts.filled(out, cases.SENTINEL)
         with asserts.refused(ValueError, [call.name, "the workspace", "not an array"]):
             run(lambda count: None)
+        with asserts.refused(ValueError, [call.name, "the workspace", "not C-contiguous"]):
+            run(lambda count: np.empty(count, np.uint8)[::-1])
         run(lambda count: np.empty(count + 3, np.uint8)[3:])
         asserts.bitwise(out, Native()(call, [None if each is None else each[0] for each in inputs])[0])
         with asserts.refused(ValueError, ["the workspace has 0 bytes", f"expected {needed}"]):
@@ -454,6 +456,49 @@ child = os.fork()
 if child == 0:
     os._exit(0 if product(Native(check=False), "forward", p).tobytes() == expected else 3)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+""")
+
+
+def test_children_forked_during_calls_compute(python):
+    """What other threads held in the parent, or waited for, is free: new shapes look up the kernels of their parts."""
+    python("""
+import os, signal, threading
+import numpy as np
+from grouped_core import _native
+NAMES, RESULTS = (list(each) for each in _native.schema()["grouped_matmul_act"][:2])
+def arrays(rows):
+    x, w = np.ones((rows, 3), np.float32), np.ones((2, 3, 4), np.float32)
+    given = [(x, "float32"), (w, "float32"), (np.array([rows // 2] * 2, np.int32), "int32")]
+    y = [(np.empty((rows, 2), np.float32), "float32")]
+    return given + [None] * (len(NAMES) - 3), y + [None] * (len(RESULTS) - 1)
+def call(rows):
+    made = arrays(rows)
+    _native.call("grouped_matmul_act", "cpu", "", *made, {"kind": "swiglu"}, lambda n: np.empty(n, np.uint8), 0)
+call(2)
+held = arrays(2)
+specs = [[None if each is None else (each[1], each[0].shape) for each in side] for side in held]
+plan = _native.plan("grouped_matmul_act", "cpu", "", *specs, {"kind": "swiglu"})
+workspace = np.empty(plan.workspace_bytes, np.uint8)
+addresses = [0 if each is None else each[0].ctypes.data for side in held for each in side] + [workspace.ctypes.data]
+stop = False
+def launch():
+    while not stop:
+        for _ in range(1000):
+            plan.launch(addresses, 0)
+threads = [threading.Thread(target=launch, daemon=True) for _ in range(2)]
+for each in threads:
+    each.start()
+for at in range(300):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        for rows in range(4 + 6 * at, 10 + 6 * at, 2):
+            call(rows)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+stop = True
+for each in threads:
+    each.join()
 """)
 
 

@@ -90,8 +90,8 @@ def temporary_bytes(call: Callable[[], Sequence[torch.Tensor]]) -> int:
 
 def launches_only(run: Callable[[], Any]) -> list[str]:
     """The runtime calls of a warm `run`, seen by the profiler: only launches and memsets."""
-    # The allocator gets room, small and large: in which pieces it gives memory differs from run to run, and what it then
-    # asks the driver for is not a call of `run`.
+    # The allocator gets room, small and large: in which pieces it gives memory differs from run to run, and what it
+    # then asks the driver for is not a call of `run`.
     room = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in [1 << 19] * 64 + [1 << 24] * 8]
     del room
     for _ in range(3):
