@@ -39,6 +39,12 @@ def as_flag(name: str, value: Any, of: str = "") -> bool:
     return bool(value)
 
 
+def check_flags(of: str, **flags: Any) -> None:
+    """Refuses options of `of`, a function or class, that are no bools. Raises TypeError."""
+    for name, flag in flags.items():
+        as_flag(name, flag, of)
+
+
 @hashed_once
 @dataclass(frozen=True)
 class Format(Literal):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from grouped_core.exchange import check_budget_factor
-from grouped_core.formats import as_flag
+from grouped_core.formats import check_flags
 from grouped_core.routing_spec import check_of_layer, router_option
 from jax_grouped import parallel
 from jax_grouped._arguments import as_array, axis_name_option
@@ -91,12 +91,6 @@ CONSTRUCTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The arguments of each layer; those of NNX also have `rngs`."""
-
-
-def check_flags(layer: str, **flags: Any) -> None:
-    """Refuses flags that are neither True nor False. Raises TypeError."""
-    for name, flag in flags.items():
-        as_flag(name, flag, layer)
 
 
 def router_options(layer: Any) -> dict[str, Any]:

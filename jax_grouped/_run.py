@@ -135,7 +135,7 @@ def with_gradients(value: Callable[..., Any], forward: Callable[..., Any], backw
     def rule(static: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
         leaves, tree = jax.tree.flatten(primals)
         of_leaves = tree.flatten_up_to(tangents)
-        moved = [at for at, tangent in enumerate(of_leaves) if not is_zero(tangent)]
+        moved = [at for at, tangent in enumerate(of_leaves) if not _is_zero(tangent)]
 
         def of_moved(*values: Any) -> Any:
             every = list(leaves)
@@ -149,7 +149,7 @@ def with_gradients(value: Callable[..., Any], forward: Callable[..., Any], backw
     return function
 
 
-def is_zero(tangent: Any) -> bool:
+def _is_zero(tangent: Any) -> bool:
     """Whether a tangent is a zero by its type, or that of an array that has none, such as one of integers."""
     return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
 

@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from grouped_core import lora
 from grouped_core.activations import Activation, resolve
+from grouped_core.formats import check_flags
 from grouped_core.lora import LayerOptions
 from grouped_core.mlp_spec import Residuals
 from grouped_core.ranks import check_rank
@@ -230,7 +231,7 @@ class GroupedLinear(nn.Module):
         sizes = {"num_groups": groups, "in_features": self.in_features, "out_features": columns}
         _layer_options.check_positive("GroupedLinear", **sizes)
         _layer_options.check_dtypes("GroupedLinear", self.dtype, self.param_dtype)
-        _layer_options.check_flags("GroupedLinear", use_bias=self.use_bias, deterministic=self.deterministic)
+        check_flags("GroupedLinear", use_bias=self.use_bias, deterministic=self.deterministic)
         x = as_array("x", x, "[M, K]")
         check_rank("linear", "x", "x", x.shape)
         shape, of = (groups, self.in_features, columns), self.param_dtype
@@ -317,7 +318,7 @@ def _experts(layer: Any, num_groups: int, mlp_dim: int, x: Array) -> tuple[Any, 
     name = type(layer).__name__.strip("_")
     _layer_options.check_positive(name, **sizes)
     _layer_options.check_dtypes(name, layer.dtype, layer.param_dtype)
-    _layer_options.check_flags(name, use_bias=layer.use_bias, deterministic=layer.deterministic)
+    check_flags(name, use_bias=layer.use_bias, deterministic=layer.deterministic)
     wide, of = resolve(layer.activation).fc1_width(mlp_dim), layer.param_dtype
     _layer_options.check_width(name, x, "hidden", "wi", (num_groups, hidden, wide))
     wi = _param(layer, "wi", layer.kernel_init, (num_groups, hidden, wide), of, layer.wi_metadata)
@@ -467,7 +468,7 @@ class MoE(nn.Module):
             mask: [...], False for padding, which goes to no expert. experts: [..., k], chosen elsewhere.
             sequence_sizes: [S], as in `jax_grouped.route.topk_router`, of the tokens in the order of memory.
         """
-        _layer_options.check_flags("MoE", selection_bias=self.selection_bias)
+        check_flags("MoE", selection_bias=self.selection_bias)
         _layer_options.check_moe(self)
         tokens = _layer_options.as_tokens(x)
         rows, wi, wo, wi_bias, wo_bias, *factors = _experts(self, self.num_experts, self.mlp_dim, tokens)

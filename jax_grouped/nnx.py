@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from grouped_core import lora
 from grouped_core.activations import Activation, resolve
+from grouped_core.formats import check_flags
 from grouped_core.linear_spec import check_keywords
 from grouped_core.lora import LayerOptions
 from grouped_core.mlp_spec import Residuals, residuals_option
@@ -185,7 +186,7 @@ class GroupedLinear(_LoraLayer):
             "GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features
         )
         _layer_options.check_dtypes("GroupedLinear", dtype, param_dtype)
-        _layer_options.check_flags("GroupedLinear", use_bias=use_bias, deterministic=deterministic)
+        check_flags("GroupedLinear", use_bias=use_bias, deterministic=deterministic)
         check_rngs("GroupedLinear", rngs)
         shape = (num_groups, in_features, out_features)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **kernel_metadata)
@@ -249,7 +250,7 @@ class _Experts(_LoraLayer):
     ) -> None:
         _layer_options.check_positive(type(self).__name__, num_groups=num_groups, hidden=hidden, mlp_dim=mlp_dim)
         _layer_options.check_dtypes(type(self).__name__, dtype, param_dtype)
-        _layer_options.check_flags(type(self).__name__, use_bias=use_bias, deterministic=deterministic)
+        check_flags(type(self).__name__, use_bias=use_bias, deterministic=deterministic)
         check_rngs(type(self).__name__, rngs)
         self.activation = resolve(activation)
         wide = self.activation.fc1_width(mlp_dim)
@@ -431,7 +432,7 @@ class MoE(_Experts):
         self.shared_dim, self.shared_gate = shared_dim, shared_gate
         self.mesh_axes, self.transport, self.budget_factor = mesh_axes, transport, budget_factor
         self.once_per_rank, self.send, self.fsdp = once_per_rank, send, fsdp
-        _layer_options.check_flags("MoE", selection_bias=selection_bias)
+        check_flags("MoE", selection_bias=selection_bias)
         _layer_options.check_moe(self)
         options = {"param_dtype": param_dtype, "deterministic": deterministic, **options}
         adapters = {name: options.pop(name) for name in _LORA_OPTIONS if name in options}

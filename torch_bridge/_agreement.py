@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -23,16 +24,17 @@ class Fact(NamedTuple):
     expected: str
 
 
-def check_agreement(function: str, process_group: Any, *facts: Fact) -> None:
+def check_agreement(function: str, process_group: Any, facts_of: Callable[[], tuple[Fact, ...]]) -> None:
     """Checks for GROUPED_DEBUG=ranks that facts are the same on all ranks; every rank waits for the others.
 
-    Without the flag, and while a graph is traced, nothing is compared.
+    Without the flag, and while a graph is traced, nothing is compared, and `facts_of` is not called.
 
     Raises:
         ValueError: on all ranks, because they have different values.
     """
     if is_compiling() or "ranks" not in debug_flags():
         return
+    facts = facts_of()
     found: list[Any] = [None] * process_group.size()
     dist.all_gather_object(found, tuple([each.value for each in facts]), process_group)
     for fact, values in zip(facts, zip(*found, strict=True), strict=True):

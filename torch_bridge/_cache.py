@@ -9,7 +9,7 @@ _Value = TypeVar("_Value")
 
 MOST = 1024
 """Maximum number of entries: a training run has a few dozen, but M may change in each step, without a bound, and what
-is kept for one M takes about 40 KiB of host memory in forward and backward."""
+is kept for one M takes tens of KiB of host memory in forward and backward."""
 
 
 class Cache(dict[_Key, _Value]):

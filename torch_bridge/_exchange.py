@@ -33,17 +33,19 @@ def check_sent(function: str, x: Tensor, weights: Tensor, process_group: Any) ->
         ValueError: on all ranks, because they do not.
     """
     every = "the same on every rank, because all of them exchange the gradient or none does"
-    check_agreement(
-        function,
-        process_group,
-        Fact(x.shape[0], "tokens", "the same number on every rank; pad with tokens that `mask` leaves out"),
-        Fact(_needs(x), "(whether `x` needs a gradient)", f"{every}; call `x.requires_grad_()` on the others too"),
-        Fact(
-            _needs(weights),
-            "(whether the router's weights need a gradient)",
-            f"{every}; freeze the router on all ranks, or on none",
-        ),
-    )
+
+    def facts() -> tuple[Fact, ...]:
+        return (
+            Fact(x.shape[0], "tokens", "the same number on every rank; pad with tokens that `mask` leaves out"),
+            Fact(_needs(x), "(whether `x` needs a gradient)", f"{every}; call `x.requires_grad_()` on the others too"),
+            Fact(
+                _needs(weights),
+                "(whether the router's weights need a gradient)",
+                f"{every}; freeze the router on all ranks, or on none",
+            ),
+        )
+
+    check_agreement(function, process_group, facts)
 
 
 def check_results(function: str, results: Tensor, process_group: Any) -> None:
@@ -57,7 +59,7 @@ def check_results(function: str, results: Tensor, process_group: Any) -> None:
         "their experts, call `x.requires_grad_()` on the tokens of every rank"
     )
     what = "(whether results of the experts need a gradient)"
-    check_agreement(function, process_group, Fact(_needs(results), what, expected))
+    check_agreement(function, process_group, lambda: (Fact(_needs(results), what, expected),))
 
 
 def _needs(tensor: Tensor) -> bool:

@@ -163,7 +163,7 @@ def _check_sequences(sequence_sizes: Any, process_group: Any) -> None:
     """Checks for GROUPED_DEBUG=ranks that all ranks have as many sequences. Raises ValueError on all ranks."""
     shape = tuple(getattr(sequence_sizes, "shape", ()))  # what is no vector is refused later
     expected = "the same number on every rank, or `sequence_sizes` on none; pad with sequences of no tokens"
-    check_agreement("topk_router", process_group, Fact(shape[0] if shape else None, "sequences", expected))
+    check_agreement("topk_router", process_group, lambda: (Fact(shape[0] if shape else None, "sequences", expected),))
 
 
 _COUNTS = frozenset((int, type(None)))

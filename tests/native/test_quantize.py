@@ -591,6 +591,15 @@ def test_steps_of_delayed_scaling(kernel, length, roles, groups, most_recent, re
         history[:, 0] = np.abs(rng.standard_normal((roles, groups))) * (rng.random((roles, groups)) < 0.7)
 
 
+@pytest.mark.skipif(not _native.cuda_compiled, reason="this build has no CUDA kernels")
+def test_a_grid_has_room_for_so_many_roles():
+    for roles in (65535, 65536):
+        call = calls.scale_update(ArraySpec((roles, 1), "float32"), ArraySpec((roles, 2, 1), "float32"), "max")
+        found = plans.attempt(call, "sm_90a")
+        assert found.kernel == ("scale_update_any_cuda" if roles == 65535 else "")
+    assert ("scale_update_any_cuda", "takes up to 65535 roles") in found.refusals
+
+
 class TestRefusals:
     """Formats that contradict themselves are refused by the native module itself."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from grouped_core.exchange import own_experts
-from grouped_core.formats import as_flag
+from grouped_core.formats import as_flag, check_flags
 from grouped_core.linear_spec import check_keywords
 from grouped_core.routing_spec import check_of_layer, router_option
 from torch_bridge import main_grad
@@ -193,8 +193,7 @@ class MoE(OrderedColumns):
         check_keywords("MoE", options, MoE, GroupedMLP, GroupedLinear)
         flags = {"selection_bias": selection_bias, "shared_gate": shared_gate, "once_per_rank": once_per_rank}
         flags |= {"bias": bias, "single_grouped_weight": single_grouped_weight}
-        for name, flag in flags.items():
-            as_flag(name, flag, "MoE")
+        check_flags("MoE", **flags)
         sizes = {"hidden": hidden, "mlp_dim": mlp_dim, "num_experts": num_experts}
         hidden, mlp_dim, num_experts, self.num_experts_per_tok = positive(
             "MoE", **sizes, num_experts_per_tok=num_experts_per_tok
