@@ -114,8 +114,8 @@ struct Addresses {
   }
 };
 
-// An address does not tell how much memory is there. Arrays of a call are checked (dlpack.cc), and those of a program are
-// what its plans were made for.
+// An address does not tell how much memory is there. Arrays of a call are checked (dlpack.cc), and those of a program
+// are what its plans were made for.
 void launch(const Plan& plan, nb::list addresses, uintptr_t stream) {
   const Addresses given(plan, std::move(addresses));
   const uintptr_t workspace = given.values[plan.slots];
