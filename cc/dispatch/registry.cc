@@ -167,8 +167,8 @@ Table<Quantize> table<Quantize>(Platform platform) {
       quantize_any_cpu_plain,
   };
 #if GROUPED_WITH_CUDA
-  static const Kernel<Quantize> cuda[] = {quantize_fp8_rows_cuda, quantize_fp8_cuda, quantize_fp4_cuda,
-                                          quantize_any_cuda};
+  static const Kernel<Quantize> cuda[] = {quantize_fp8_rows_cuda, quantize_fp8_current_cuda, quantize_fp8_cuda,
+                                          quantize_fp4_cuda, quantize_any_cuda};
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif
   return rows_if(platform == Platform::cpu, cpu);

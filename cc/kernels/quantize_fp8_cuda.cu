@@ -2,9 +2,9 @@
 // place. Both forms come from one read; quantize_fp8_rows_cuda.cu has blocks along rows where rows alone are wanted.
 //
 // One launch: each block scans the group sizes into its shared memory, then draws tiles of 128 x 128 values of one
-// group, 256 threads with 8 columns of 8 rows each. Current scaling has a launch before, of which only amaxes remain;
-// the second one then starts from the last tile. Under delayed scaling groups that have no scale yet are measured
-// by the launch that stores, before its first tile (start_groups).
+// group, 256 threads with 8 columns of 8 rows each. Current scaling, where quantize_fp8_current_cuda.cu refuses it, has
+// a launch before, of which only amaxes remain; the second one then starts from the last tile. Under delayed scaling
+// groups that have no scale yet are measured by the launch that stores, before its first tile (start_groups).
 //
 //     cp.async, 16 bytes per row --> own part of shared memory --> 32 registers --> amaxes, two values per word
 //                 ^ the next tile's, as soon as this one's are in registers: no other thread reads them, no barrier

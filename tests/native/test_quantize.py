@@ -117,7 +117,30 @@ def test_rows_of_more_columns_than_32_bits_count_have_the_plain_kernel(name, for
             assert not said
         else:
             assert plan.kernel == "quantize_any_cuda"
-            assert said == ["quantize_fp8_rows_cuda", "quantize_fp8_cuda", "quantize_fp4_cuda"]
+            assert said == [
+                *("quantize_fp8_rows_cuda", "quantize_fp8_current_cuda", "quantize_fp8_cuda", "quantize_fp4_cuda")
+            ]
+
+
+@pytest.mark.skipif(not _native.cuda_compiled, reason="this build has no CUDA kernels")
+@pytest.mark.parametrize(
+    ("shape", "groups", "dtype", "arch", "takes"),
+    [
+        ((65536, 2048), 64, "bfloat16", "sm_90a", True),
+        ((65536, 2048), 64, "float16", "sm_80", True),
+        ((65536, 2048), 64, "float32", "sm_90a", False),
+        ((65536, 2048), 1025, "bfloat16", "sm_90a", False),
+        ((65536, 2048), 64, "bfloat16", "sm_89", False),
+        ((64, 2048, 4096), 0, "bfloat16", "sm_90a", True),
+        ((64, 2048, 4104), 0, "bfloat16", "sm_90a", False),
+    ],
+)
+def test_which_calls_under_current_scaling_are_one_launch(shape, groups, dtype, arch, takes):
+    """Rows of up to 1024 groups, and weights of up to 16 MiB, of 16 bits, where there is memory to hold them."""
+    sizes = ArraySpec((groups,), "int32") if groups else None
+    call = calls.quantize(ArraySpec(shape, dtype), FORMATS["fp8_tensor"], (True, True), sizes)
+    plan = plans.attempt(call, arch)
+    assert plan.kernel == ("quantize_fp8_current_cuda" if takes else "quantize_fp8_cuda"), plan.refusals
 
 
 @pytest.mark.rule("maxtext #4971")
@@ -357,6 +380,58 @@ def test_blocks_that_start_groups_wait_for_one_another(dtype, rows, forms):
     for name in ("group_scales", "cross_group_scales"):
         if name in found:
             asserts.bitwise(found[name][[0, 3]], alone[name][[0, 3]], name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("forms", FORMS)
+def test_groups_under_current_scaling_that_the_gpu_cannot_hold(forms):
+    """Some of their tiles are read twice: to be measured, and to be stored."""
+    source, sizes = rows_of(cases.Case("large", (0, 5300, 3, 700), 6100, 2048, 1, frozenset()), "bfloat16")
+    found, wanted = (
+        quantize(Native(kernel, check=False), source, FORMATS["fp8_tensor"], forms, sizes)
+        for kernel in ("quantize_fp8_current_cuda", "quantize_fp8_cuda")
+    )
+    for name, each in wanted.items():
+        asserts.bitwise(found[name], each, name)
+
+
+OCCUPY = """
+extern "C" __global__ void occupy(volatile int* over) {
+  unsigned long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do {
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (*over == 0 && now - start < 20000000000ull);
+}
+"""
+"""A block that stays until it is told, or for 20 seconds."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("forms", FORMS)
+def test_current_scaling_needs_no_block_beside_another(forms):
+    """Most multiprocessors belong to another kernel, so that blocks have to forget values, and read them again."""
+    import torch
+
+    if not hasattr(torch.cuda, "_compile_kernel"):
+        pytest.skip("this PyTorch compiles no kernels at run time")
+    source, sizes = rows_of(cases.Case("occupied", (0, 900, 3, 700), 1700, 512, 1, frozenset()), "bfloat16")
+    wanted = quantize(Native("quantize_fp8_cuda", check=False), source, FORMATS["fp8_tensor"], forms, sizes)
+    native = Native("quantize_fp8_current_cuda", check=False)
+    quantize(native, source, FORMATS["fp8_tensor"], forms, sizes)  # loads the kernel
+    gpu, side, over = torch.cuda.get_device_properties(0), torch.cuda.Stream(), torch.zeros(1, dtype=torch.int32)
+    over, native.memory.wait = over.pin_memory(), torch.cuda.current_stream().synchronize
+    occupy, memory = torch.cuda._compile_kernel(OCCUPY, "occupy"), gpu.shared_memory_per_block_optin
+    occupy.set_shared_memory_config(memory)
+    occupy(grid=(gpu.multi_processor_count - 2, 1, 1), block=(32, 1, 1), args=[over], shared_mem=memory, stream=side)
+    try:
+        found = quantize(native, source, FORMATS["fp8_tensor"], forms, sizes)
+        assert not side.query(), "it has waited for the other kernel"
+    finally:
+        over[0] = 1
+        side.synchronize()
+    for name, each in wanted.items():
+        asserts.bitwise(found[name], each, name)
 
 
 def is_for(format: Format, rows: bool, **_: Any) -> bool:

@@ -187,13 +187,25 @@ def test_gradients(kernel, case, activation, interleave, operands, dtype, format
 
 
 @pytest.mark.rule("QNT-1", "MLP-1")
-@pytest.mark.parametrize(("format", "given"), [("fp8_tensor", False), ("fp8_tensor", True), ("fp8_1x128", False)])
+@pytest.mark.parametrize(
+    ("format", "given", "case"),
+    [
+        ("fp8_tensor", False, cases.named("many_tiles")),
+        ("fp8_tensor", False, cases.Case("one_large", (0, 13000, 5, 120), 13200, 16, 256, frozenset())),
+        ("fp8_tensor", True, cases.named("many_tiles")),
+        ("fp8_1x128", False, cases.named("many_tiles")),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
 @pytest.mark.parametrize(
     "kernel", kernels("grouped_matmul_act", quantized=True) + kernels("grouped_matmul_dact", quantized=True)
 )
-def test_more_tiles_than_blocks(kernel, format, given):
-    """Blocks take several tiles, of several groups; where amaxes are found, or wanted, each group's is raised."""
-    case, grad = cases.named("many_tiles"), "dact" in kernel
+def test_more_tiles_than_blocks(kernel, format, given, case):
+    """Blocks take several tiles, of several groups; where amaxes are found, or wanted, each group's is raised.
+
+    One group of `one_large` has more tiles than an H200 holds at once, though groups have few on average.
+    """
+    grad = "dact" in kernel
     wanted, _ = storing_of(format, (True, True), given)
     operands = OPERANDS["_fp8_" in kernel]  # of others the product's kernel has the activation in its epilogue
     specs, options, more = problem(grad, case, Activation("swiglu"), operands, "bfloat16", 2 if grad else 1)

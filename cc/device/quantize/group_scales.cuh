@@ -27,26 +27,39 @@ struct StoreScan {
   uint32_t* drawn;    // [kDraws]; tiles that the blocks of each launch have drawn, and kMeasured; zero at first
   uint32_t* amax;     // [count]; zero at first
   uint32_t* rotated;  // [count]; of the rotated values, or of act(h) beside gradients
+  // Of held_tiles.cuh, [count] each, zero at first: tiles that are measured, and, when all are, the scales of the
+  // group.
+  uint32_t* counted;
+  uint32_t* told;
+  uint32_t* told_other;
   int count;
 
   static constexpr size_t kDraws = 3, kMeasured = 2;  // tiles that a launch which stores has measured before
+  static constexpr size_t kWords = 4;                 // of a group, from amax on
   static size_t bytes(int64_t count) {
     const size_t n = static_cast<size_t>(count);
-    return align_up(sizeof(int64_t) * (3 * n + 4) + sizeof(uint32_t) * (2 * n + kDraws));
+    return align_up(sizeof(int64_t) * (3 * n + 4) + sizeof(uint32_t) * (kWords * n + kDraws));
   }
   static StoreScan at(void* workspace, int64_t count) {
     int64_t* words = static_cast<int64_t*>(workspace);
     uint32_t* drawn = reinterpret_cast<uint32_t*>(words + 3 * count + 4);
-    uint32_t* amax = drawn + kDraws;
-    return {words, words + count + 1, words + 2 * count + 3, drawn, amax, amax + count, static_cast<int>(count)};
+    StoreScan scan = {};
+    scan.offsets = words;
+    scan.tiles = words + count + 1;
+    scan.segments = words + 2 * count + 3;
+    scan.count = static_cast<int>(count);
+    scan.count_in(drawn);
+    return scan;
   }
 
-  // Words of `drawn`, `amax` and `rotated`, which follow each other.
-  size_t counters() const { return kDraws + 2 * static_cast<size_t>(count); }
+  // Words of `drawn` and of all that follows it.
+  size_t counters() const { return kDraws + kWords * static_cast<size_t>(count); }
   void count_in(uint32_t* words) {
     drawn = words;
     amax = drawn + kDraws;
     rotated = amax + count;
+    counted = rotated + count;
+    told = counted + count;
   }
 };
 
@@ -139,11 +152,17 @@ struct LaunchOptions {
 
 namespace device {
 
+template <int kTileRows>
+struct TilesOf {
+  __device__ int64_t operator()(int64_t rows) const { return divide_up(rows, kTileRows); }
+};
+
 // Where groups are, by one block, into lists as StoreScan has them; kSegments: also where rows are not padded.
-// `scratch` has 33 entries.
-template <int kThreads, int kEach, int kTileRows, bool kSegments, class Lists, class Size>
+// `tiles_of(rows)`: entries of `tiles` for so many rows of a group. `scratch` has 33 entries.
+template <int kThreads, int kEach, int kTileRows, bool kSegments, class Lists, class Size,
+          class Tiles = TilesOf<kTileRows>>
 __device__ inline void list_groups(const Lists& to, int count, int64_t limit, int64_t padded, int segment,
-                                   int64_t* scratch, Size size_of) {
+                                   int64_t* scratch, Size size_of, Tiles tiles_of = {}) {
   using Index = std::remove_reference_t<decltype(*to.offsets)>;
   const auto put = [&](int g, int64_t row, int64_t parts) {
     to.offsets[g] = static_cast<Index>(row);
@@ -152,7 +171,7 @@ __device__ inline void list_groups(const Lists& to, int count, int64_t limit, in
   };
   const GroupTotals<> all = walk_groups<kThreads, kEach>(
       count, limit, scratch, size_of,
-      [&](int64_t rows) { return two_counts(divide_up(rows, kTileRows), segment ? divide_up(rows, segment) : 0); },
+      [&](int64_t rows) { return two_counts(tiles_of(rows), segment ? divide_up(rows, segment) : 0); },
       [&](int g, int64_t first, int64_t, int64_t parts) { put(g, first, parts); });
   if (threadIdx.x != 0) return;
   put(count, all.rows, all.parts);
