@@ -1,5 +1,5 @@
-"""The experts' MLP of frozen weights with low-rank adapters, of rows and of tokens: a `custom_vjp` around
-`grouped_core.lora_mlp`.
+"""The experts' MLP of frozen weights with low-rank adapters, of rows and of tokens: an operation with gradients of its
+own (`_run.with_gradients`) around `grouped_core.lora_mlp`.
 
 Letters: G groups, M rows, T tokens, k experts per token, K hidden size of the model, F expert width, r rank.
 """

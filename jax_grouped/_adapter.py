@@ -1,4 +1,5 @@
-"""The linear operation of a frozen weight with a low-rank adapter: a `custom_vjp` around `grouped_core.lora`.
+"""The linear operation of a frozen weight with a low-rank adapter, with gradients of its own (`_run.with_gradients`),
+around `grouped_core.lora`.
 
 Letters: G groups, M rows, K in, N out, r rank.
 """

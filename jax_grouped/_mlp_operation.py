@@ -1,4 +1,5 @@
-"""The experts' MLP as one `custom_vjp`, around the rules of `grouped_core.mlp` for rows and of `routed` for tokens.
+"""The experts' MLP as one operation with gradients of its own (`_run.with_gradients`), around the rules of
+`grouped_core.mlp` for rows and of `routed` for tokens.
 
 Its backward is in `_mlp_gradients`.
 """

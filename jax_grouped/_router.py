@@ -1,4 +1,6 @@
-"""The router as one `custom_vjp` around rules of `grouped_core.routing`; `route.topk_router` checks its arguments."""
+"""The router as one operation with gradients of its own (`_run.with_gradients`), around the rules of
+`grouped_core.routing`; `route.topk_router` checks its arguments.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ extern const Kernel<ScaleRows> scale_rows_any_cuda;
 extern const Kernel<AddRows> add_rows_any_cuda;
 extern const Kernel<ActivationForward> activation_any_cuda;
 extern const Kernel<ActivationGrad> activation_grad_any_cuda;
-extern const Kernel<Quantize> quantize_fp8_rows_cuda;  // where bandwidth counts, as the next two
+extern const Kernel<Quantize> quantize_fp8_rows_cuda;  // where bandwidth counts, as the next three
 extern const Kernel<Quantize> quantize_fp8_current_cuda;
 extern const Kernel<Quantize> quantize_fp8_cuda;
 extern const Kernel<Quantize> quantize_fp4_cuda;

@@ -118,9 +118,8 @@ __device__ inline void put_row_codes(const StoreProblem& p, const HeldTile& tile
   }
 }
 
-// `none`: four codes of padding.
 __device__ inline void put_column_codes(const StoreProblem& p, const HeldTile& tile, const uint32_t (&codes)[kVector],
-                                        uint32_t none, Shared* s) {
+                                        Shared* s) {
   constexpr int kTall = HeldShape<false>::kRows, kChunks = kTall / 16;  // of 16 bytes, in a line
   constexpr int kLines = kHeldWorkers / kChunks;                        // at once
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -154,8 +153,8 @@ __device__ inline void put_column_codes(const StoreProblem& p, const HeldTile& t
     if (chunk * 16 < tile.count) {
       *reinterpret_cast<ulonglong2*>(line) = swap & 1 ? ulonglong2{v.y, v.x} : v;
     }
-    // Padding behind the tile: segments are up to two tiles long.
-    if (kTall + chunk * 16 < tile.count) *reinterpret_cast<uint4*>(line + kTall) = make_uint4(none, none, none, none);
+    // Padding behind the tile, codes of zeros: segments are up to two tiles long, and scales are finite.
+    if (kTall + chunk * 16 < tile.count) *reinterpret_cast<uint4*>(line + kTall) = uint4{};
   }
 }
 
@@ -212,15 +211,12 @@ __global__ void __launch_bounds__(kHeldThreads, kBlocks)
       continue;
     }
     if (threadIdx.x == 0 && tile.row == 0 && tile.column == 0) put_group_scale(p, tile.group, step.scale);
-    uint32_t codes[kVector], none = 0;
+    uint32_t codes[kVector];
     with_type(p.type, [&](auto type) {
-      using T = decltype(type);
-      encode_rows<T, kFrom>(slots + slot_of(step.store) * kSlotUnits, step.scale, codes);
-      const float zero = fl_mul(0.0f, step.scale);  // NaN beside a scale that is
-      none = joined(encode_pair<T>(zero, zero), encode_pair<T>(zero, zero));
+      encode_rows<decltype(type), kFrom>(slots + slot_of(step.store) * kSlotUnits, step.scale, codes);
     });
     if constexpr ((kForms & kRows) != 0) put_row_codes<kWide>(p, tile, codes);
-    if constexpr ((kForms & kColumns) != 0) put_column_codes(p, tile, codes, none, s);
+    if constexpr ((kForms & kColumns) != 0) put_column_codes(p, tile, codes, s);
   }
 }
 
@@ -257,17 +253,16 @@ void run_one(const Quantize& call, const StoreLaunch& p, cudaStream_t stream) {
   const int64_t column_tiles = divide_up(p.width, Tile::kColumns);
   const int64_t tiles = most_row_tiles_of(call, Tile::kRows) * column_tiles;
   const int64_t grid = std::min(tiles, int64_t{kBlocks} * multiprocessors());
-  const int held = static_cast<int>(grid) * kHeldPerBlock;
   const int most_bytes = shared_memory_of_sm() / kBlocks - kReserved;
   HeldPlan plan = {};
-  plan.held_rows = static_cast<int>(held / column_tiles);
-  plan.column_tiles = Divider::of(static_cast<uint32_t>(column_tiles));
-  const int64_t tall = std::max<int64_t>(divide_up(p.rows, Tile::kRows), 1);  // of a weight
-  plan.weight_items = Divider::of(static_cast<uint32_t>(tall + std::max<int64_t>(tall - plan.held_rows, 0)));
-  plan.most_redo = held + kMostSlots;
+  plan.most_redo = static_cast<int>(grid) * kHeldPerBlock + kMostSlots;
   const int own =
       static_cast<int>(sizeof(Shared) + sizeof(uint32_t) * static_cast<size_t>(plan.most_redo)) + GroupTable::bytes(p);
   plan.slots = std::max(std::min((most_bytes - own) / kSlotBytes, kMostSlots), kLeastSlots);
+  plan.held_rows = static_cast<int>(grid * std::min(kHeldPerBlock, plan.slots) / column_tiles);
+  plan.column_tiles = Divider::of(static_cast<uint32_t>(column_tiles));
+  const int64_t tall = std::max<int64_t>(divide_up(p.rows, Tile::kRows), 1);  // of a weight
+  plan.weight_items = Divider::of(static_cast<uint32_t>(tall + std::max<int64_t>(tall - plan.held_rows, 0)));
   allow_shared_memory<kKernel>(most_bytes);
   kKernel<<<static_cast<unsigned>(grid), kHeldThreads, own + plan.slots * kSlotBytes, stream>>>(p, plan);
   GROUPED_CUDA_CHECK(cudaGetLastError());

@@ -27,11 +27,9 @@ struct StoreScan {
   uint32_t* drawn;    // [kDraws]; tiles that the blocks of each launch have drawn, and kMeasured; zero at first
   uint32_t* amax;     // [count]; zero at first
   uint32_t* rotated;  // [count]; of the rotated values, or of act(h) beside gradients
-  // Of held_tiles.cuh, [count] each, zero at first: tiles that are measured, and, when all are, the scales of the
-  // group.
+  // Of held_tiles.cuh, [count] each, zero at first: tiles that are measured, and when all are, the group's scale.
   uint32_t* counted;
   uint32_t* told;
-  uint32_t* told_other;
   int count;
 
   static constexpr size_t kDraws = 3, kMeasured = 2;  // tiles that a launch which stores has measured before

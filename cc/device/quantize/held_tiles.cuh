@@ -6,8 +6,9 @@
 // the grid holds (HeldPlan) the first ones are measured alone, and come a second time behind the others, last first.
 //
 // A block waits for tiles alone that running blocks have drawn, so it does not matter which blocks run. Where all of
-// its slots wait for a group of which tiles are still to be drawn, as fewer blocks run than the grid has, it forgets
-// the values of its oldest tile, measures on, and reads them again when the group's scale is known (`redo`).
+// its slots wait for long for a group of which tiles may still have to be drawn, mostly because fewer blocks run than
+// the grid has, it forgets the values of its oldest tile, measures on, and reads them again when the group's scale is
+// known (`redo`). It does so too for a slot in which it can read again what it had forgotten.
 #pragma once
 
 #include "cc/device/quantize/tiles.cuh"
@@ -42,7 +43,7 @@ struct HeldPlan {
   Divider weight_items;  // in rows: items of a weight
   int slots;             // tiles that a block holds
   int held_rows;         // row tiles of a group that the grid holds
-  int most_redo;         // entries of `redo`
+  int most_redo;         // entries of `redo`: more than those, and one
 };
 
 namespace device {
@@ -219,7 +220,7 @@ __device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, He
   const auto oldest = [&]() -> const HeldTile& { return s->tiles[head % kHeldInfos]; };
   // Whether the scale of a group is known: then `scale` is it.
   const auto is_told = [&](int group) {
-    scale = load_relaxed(p.scan.told + group);
+    scale = __shfl_sync(~0u, load_relaxed(p.scan.told + group), 0);  // lanes may read at different times
     return (scale & kTold) != 0;
   };
   const auto keep = [&](int at, const HeldTile& tile) {
@@ -240,6 +241,7 @@ __device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, He
     }
     if (measures) ++measured;
     if (done && lane == 0) s->end = measured + 1;
+    __syncwarp();
     meet_for_step();
     turn ^= 1;
   };
@@ -305,7 +307,7 @@ __device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, He
       continue;
     }
     // Nothing to do but to wait for the oldest group. Some of its tiles may still have to be drawn, by this block.
-    if ((hurried || ++looks >= kPatience) && (owed || seen < oldest().end) && redo_count < most_redo) {
+    if ((hurried || ++looks >= kPatience) && (owed || seen < oldest().end) && redo_count + !owed < most_redo) {
       if (lane == 0) redo[(redo_first + redo_count) % most_redo] = oldest().item;
       __syncwarp();
       ++redo_count;
@@ -325,7 +327,7 @@ __device__ inline void publish_amaxes(const StoreLaunch& p, HeldShared* s) {
   constexpr int kAtOnce = 32 / kStoreWarps;
   const int lane = threadIdx.x % 32, which = lane / kStoreWarps;
   for (uint32_t done = 0;;) {
-    const uint32_t end = s->end, tile = done + which, place = tile % HeldShared::kQueue;
+    const uint32_t end = read_by_warp(s->end), tile = done + which, place = tile % HeldShared::kQueue;
     uint32_t amax = s->amax[place][lane % kStoreWarps];
     const uint32_t missing = ~__ballot_sync(~0u, amax >> 16 == ((tile + 1) & 0xFFFF));
     const int count = missing ? (__ffs(missing) - 1) / kStoreWarps : kAtOnce;
@@ -350,6 +352,7 @@ __device__ inline void publish_amaxes(const StoreLaunch& p, HeldShared* s) {
       }
     }
     __syncwarp();
+    __threadfence_block();
     done += count;
     if (lane == 0) s->published = done;
   }
