@@ -10,6 +10,7 @@ stays outside a graph.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import os
 import re
@@ -139,6 +140,7 @@ def of_jax() -> bool:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     clean = of_torch()
     graphed = of_jax()
     print(harness.machine())

@@ -8,6 +8,7 @@ PyTorch's profiler sees the kernels of the whole process, including JAX's, and d
 
 from __future__ import annotations
 
+import argparse
 import collections
 import os
 import sys
@@ -42,6 +43,7 @@ def step(weights: tuple[jax.Array, jax.Array], x: jax.Array, probs: jax.Array, s
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     torch.zeros(1, device="cuda")  # the profiler needs PyTorch's context
     case = cases.named(CASE)
     width, keys = case.n, jax.random.split(jax.random.key(0), 4)

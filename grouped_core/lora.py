@@ -81,6 +81,10 @@ class Adapter:
         return Linear(names, transposed=op.transposed, rows_hint=op.rows_hint, fp32=op.fp32)
 
 
+_ROUNDS_TO_ONE = 1 - 2.0**-25
+"""The least number that float32 rounds to 1."""
+
+
 def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> Adapter:
     """The options of a public function as an `Adapter`. Of `key`, only its presence is checked, not its value.
 
@@ -90,8 +94,9 @@ def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> 
     """
     if not _is_finite(scaling):
         raise ValueError(f"`{name}_scaling`: {scaling!r}, expected a finite number, as float32 too; pass alpha / r.")
-    if not _is_finite(dropout) or not 0 <= dropout < 1:
-        raise ValueError(f"`{name}_dropout`: {dropout!r}, expected 0 to 1, without 1; pass a rate such as 0.05.")
+    if not _is_finite(dropout) or not 0 <= dropout < _ROUNDS_TO_ONE:
+        wanted = "0 to 1, without 1 and what float32 rounds to it"
+        raise ValueError(f"`{name}_dropout`: {dropout!r}, expected {wanted}; pass a rate such as 0.05.")
     if (key is None) == (dropout > 0):
         came = f"None with a dropout of {dropout}" if dropout else "given without dropout"
         raise ValueError(
@@ -247,7 +252,8 @@ def check(
     groups, k, n, rank = w.shape[0], w.shape[k_axis], w.shape[n_axis], a.shape[n_axis]
     if not 1 <= rank <= MAX_RANK:
         wanted = f"a rank from 1 to {MAX_RANK}"
-        raise _wrong(ValueError, f"{name}[0]", f"shape {a.shape}, a rank of {rank}", wanted, "choose a smaller one")
+        remedy = f"choose a {'smaller' if rank else 'larger'} one"
+        raise _wrong(ValueError, f"{name}[0]", f"shape {a.shape}, a rank of {rank}", wanted, remedy)
     for at, spec, depth, width, letters in ((0, a, k, rank, "Kr"), (1, b, rank, n, "rN")):
         wanted_shape = (groups, width, depth) if transposed else (groups, depth, width)
         if spec.shape != wanted_shape:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
+from grouped_core.formats import check_flags
 from torch_bridge import _saved, _transfer
 from torch_bridge._saved import NAMES, UNNAMED
 
@@ -53,7 +54,8 @@ def cpu_offload(
             memory is not retained, or no eager step has left any.
     """
     chosen = None if names is None else frozenset(_checked_names(names))
-    unit = _Unit(bool(enabled), chosen, _count("min_numel", min_numel), _count("prefetch", prefetch), retain_pinned)
+    check_flags("cpu_offload", enabled=enabled, retain_pinned=retain_pinned)
+    unit = _Unit(enabled, chosen, _count("min_numel", min_numel), _count("prefetch", prefetch), retain_pinned)
     if enabled and not torch.cuda.is_available():
         _say_once()
     around = nullcontext() if _saved.listeners else _transfer.outermost()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from grouped_core.calls import ArraySpec, spec_in_format
 from grouped_core.formats import Format, QTensor
 from torch_bridge._quantizing import dequantized, quantize_into
-from torch_bridge._tensors import forms_of
+from torch_bridge._tensors import dtype_name, forms_of
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
@@ -96,11 +96,12 @@ class QuantizedWeight(Tensor):
             )
         self.store(value)
 
-    def dequantize(self) -> Tensor:
-        """The dequantised values, in the nominal dtype."""
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The dequantised values, in `dtype` or else the nominal one."""
+        dtype = dtype or self.dtype
         if self.q.values.is_meta:
-            return torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return dequantized(self.q, None, self.q.dtype).view(self.shape)
+            return torch.empty(self.shape, dtype=dtype, device="meta")
+        return dequantized(self.q, None, dtype_name(dtype)).view(self.shape)
 
     def store(self, value: Tensor) -> None:
         """Quantises `value` into its own tensors; from another quantised weight it copies values and scales unchanged.

@@ -419,8 +419,9 @@ def test_current_scaling_needs_no_block_beside_another(forms):
     wanted = quantize(Native("quantize_fp8_cuda", check=False), source, FORMATS["fp8_tensor"], forms, sizes)
     native = Native("quantize_fp8_current_cuda", check=False)
     quantize(native, source, FORMATS["fp8_tensor"], forms, sizes)  # loads the kernel
-    gpu, side, over = torch.cuda.get_device_properties(0), torch.cuda.Stream(), torch.zeros(1, dtype=torch.int32)
-    over, native.memory.wait = over.pin_memory(), torch.cuda.current_stream().synchronize
+    gpu: Any = torch.cuda.get_device_properties(0)  # stubs lack some of its attributes
+    side, over = torch.cuda.Stream(), torch.zeros(1, dtype=torch.int32).pin_memory()
+    native.memory.wait = torch.cuda.current_stream().synchronize
     occupy, memory = torch.cuda._compile_kernel(OCCUPY, "occupy"), gpu.shared_memory_per_block_optin
     occupy.set_shared_memory_config(memory)
     occupy(grid=(gpu.multi_processor_count - 2, 1, 1), block=(32, 1, 1), args=[over], shared_mem=memory, stream=side)

@@ -304,6 +304,12 @@ def other_placements_and_uses_are_refused(mesh: DeviceMesh) -> None:
     sharded = fully_shard(nn.GroupedMLP(4, 4, 4), mesh=mesh)
     with asserts.refused(ValueError, ["`linear_fc1.weight0`", "a DTensor placed", "expected experts", "distributed"]):
         checkpoint.save("/nowhere", sharded)
+    trained = nn.GroupedMLP(4, 4, 4, lora_rank=2).to(mesh.device_type)
+    adapters = trained.peft_state_dict("experts")
+    fully_shard(trained, mesh=mesh).unshard()
+    for call in (trained.merge, lambda: trained.load_peft_state_dict(adapters, "experts")):
+        with asserts.refused(ValueError, ["FSDP2 has gathered", "expected ones that keep", "full state dict"]):
+            call()
     for given in ((None, mesh), (spread, None)):
         with asserts.refused(TypeError, ["of shard_experts", "NoneType", "expected a", "pass one"]):
             parallel.shard_experts(*given)

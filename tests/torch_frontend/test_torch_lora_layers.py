@@ -383,14 +383,14 @@ def test_adapters_load_beside_weights_of_a_base_without_them():
 
 def _exact(layer: Any) -> tuple[Any, Any]:
     """W + s B A in float64 of the values of a layer, and the sum of the magnitudes of its terms."""
-    members = layer.plain_members()
+    members = layer.plain_members(exact=True)
     w = (members[0] if members[0].dim() == 3 else torch.stack(members)).double()
     a, b = layer.lora_A.detach().double(), layer.lora_B.detach().double()
     return (w + layer.lora.scaling * b @ a).numpy(), (w.abs() + layer.lora.scaling * b.abs() @ a.abs()).numpy()
 
 
 @pytest.mark.rule("LOR-5")
-@pytest.mark.parametrize("base", ["float32", "bfloat16", "mxfp4", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("base", ["float32", "bfloat16", "mxfp4", "nvfp4", "fp8_tensor", "mxfp8"])
 @listed_or_not
 @every_layer
 def test_merged_weights_are_rounded_once(form: str, listed: bool, base: str):
@@ -700,6 +700,7 @@ def test_a_moe_layer_delays_the_gradients_of_its_adapters():
         ({"lora_rank": 2.0}, TypeError, ["`lora_rank` of GroupedLinear", "2.0", "an integer or None", "pass a rank"]),
         ({"lora_rank": None}, ValueError, ["`lora_alpha`", "without `lora_rank`", "pass a rank"]),
         ({"lora_dropout": 1.0}, ValueError, ["`lora_dropout`", "1.0", "0 to 1", "pass a rate"]),
+        ({"lora_dropout": 1 - 1e-9}, ValueError, ["`lora_dropout`", "0.999999999", "float32 rounds", "pass a rate"]),
         (
             {"lora_alpha": float("nan")},
             ValueError,

@@ -52,6 +52,44 @@ def test_what_is_assigned_to_data_is_written(single: bool) -> None:
 
 
 @pytest.mark.rule("ERR-1")
+def test_listed_weights_are_those_of_the_layer() -> None:
+    """A product reads the memory that the layer's groups share: a weight that is elsewhere would not be read."""
+
+    def made() -> Any:
+        return nn.GroupedLinear(3, 64, 64, bias=False, recipe=recipes.MXFP8, quantized_weights=True)
+
+    x, sizes = torch.ones(9, 64), [3, 3, 3]
+    plain = torch.nn.Parameter(torch.ones(64, 64))
+    ours, quantised = made(), ["a quantised Parameter that", "expected the quantised one of the layer", "in place"]
+    ours.weight1 = plain
+    with asserts.refused(ValueError, ["`weight1` of GroupedLinear", "a plain Parameter", "replace all"]):
+        ours(x, sizes)
+    with asserts.refused(ValueError, ["`weight1` of GroupedLinear", "a plain Parameter"]):
+        torch.func.functional_call(made(), {"weight1": plain}, (x, sizes))
+    for at, other in ((1, 0), (0, 0)):
+        layer, second = made(), made()
+        setattr(layer, f"weight{at}", getattr(second if at == other else layer, f"weight{other}"))
+        with asserts.refused(ValueError, [f"`weight{1}` of GroupedLinear", *quantised]):
+            layer(x, sizes)
+    all_plain = {f"weight{at}": plain for at in range(3)}
+    y = torch.func.functional_call(made(), all_plain, (x, sizes))
+    asserts.bitwise(y, torch.full_like(y, 64))
+
+
+@pytest.mark.rule("ERR-2")
+@pytest.mark.parametrize("name", ["quantized_weights", "preserve_high_precision_init"])
+def test_flags_are_bools(name: str) -> None:
+    with asserts.refused(TypeError, [f"`{name}` of GroupedLinear", "'no'", "True or False"]):
+        nn.GroupedLinear(2, 64, 64, recipe=recipes.MXFP8, **{name: "no"})
+    given = {"enabled" if name == "quantized_weights" else name: "no"}
+    with (
+        asserts.refused(TypeError, ["of quantized_model_init", "'no'", "True or False"]),
+        nn.quantized_model_init(**given),
+    ):
+        pass
+
+
+@pytest.mark.rule("ERR-1")
 @pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
 def test_export_is_refused(form: str) -> None:
     layer = getattr(nn, form)(2, 128, 128, recipe=recipes.MXFP8, quantized_weights=True)

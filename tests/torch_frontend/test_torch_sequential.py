@@ -44,6 +44,7 @@ REASONS: dict[str, tuple[Any, list[str]]] = {
         lambda: _layers(fc2=lambda: _linear(F, H, dtype=torch.bfloat16)),
         ["torch.float32 and torch.bfloat16"],
     ),
+    "adapter": (lambda: _layers(fc1=lambda: _linear(H, 2 * F, lora_rank=2)), ["a gradient beside an adapter"]),
     "hooks": (lambda: _layers(act=lambda: _hooked(nn.ScaledSwiGLU())), ["ScaledSwiGLU has hooks"]),
     "forward": (lambda: _layers(act=_Doubled), ["_Doubled has a `forward` of its own"]),
     "forward_of_one": (lambda: _layers(fc2=lambda: _replaced(_linear(F, H))), ["has a `forward` of its own"]),

@@ -64,7 +64,7 @@ def merge(layer: Any) -> None:
     """Adds the adapter to the weights, rounded once to their dtype, and removes it; quantised weights become plain."""
     with torch.no_grad():
         a, b = layer.local_factors()
-        members = layer.plain_members()
+        members = layer.plain_members(exact=True)
         whole = members[0] if members[0].dim() == 3 else torch.stack(members)
         made = merged(whole, a, b, layer.lora.scaling)
         layer.take_plain(list(made.unbind()) if len(members) > 1 or members[0].dim() == 2 else [made])
@@ -105,7 +105,7 @@ def from_peft(layers: tuple[Any, Any], state: Mapping[str, Tensor], prefix: str)
 
     Raises:
         TypeError: not a mapping of tensors. ValueError: an entry is missing, or its shape is not that of the layer, or
-            a layer has no adapter. In both cases nothing is loaded.
+            a layer has no adapter, or FSDP2 has gathered its Parameters. In all cases nothing is loaded.
     """
     _check_has_adapters(layers)
     if not isinstance(state, Mapping):
@@ -133,6 +133,7 @@ def from_peft(layers: tuple[Any, Any], state: Mapping[str, Tensor], prefix: str)
                     f"adapters of PEFT: `{name}` for a DTensor, expected a plain parameter; load before it is sharded."
                 )
             made.append((parameter, value))
+        layer.check_kept("adapters of PEFT")
     with torch.no_grad():
         for parameter, value in made:
             parameter.copy_(value)

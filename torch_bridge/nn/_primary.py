@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from grouped_core.formats import QTensor
+from grouped_core.formats import QTensor, as_flag, check_flags
 from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from torch_bridge import quantized_weight
@@ -50,10 +50,12 @@ def quantized_model_init(
         recipe, preserve_high_precision_init: defaults for layers that do not set them.
 
     Raises:
-        TypeError: `recipe` is not a recipe, or is bound.
+        TypeError: `recipe` is not a recipe, or is bound; a flag is not a bool.
     """
     check_recipe("quantized_model_init", recipe)
-    token = _defaults.set(Options(bool(enabled), recipe, bool(preserve_high_precision_init)))
+    flags = {"enabled": enabled, "preserve_high_precision_init": preserve_high_precision_init}
+    check_flags("quantized_model_init", **flags)
+    token = _defaults.set(Options(enabled, recipe, preserve_high_precision_init))
     try:
         yield
     finally:
@@ -64,14 +66,15 @@ def options(quantized: bool | None, recipe: Recipe | None, preserve: bool | None
     """Returns the keywords of a layer, completed with the current defaults.
 
     Raises:
-        ValueError: quantised weights with a recipe that does not quantise weights.
+        TypeError: a flag is not a bool. ValueError: quantised weights with a recipe that does not quantise weights.
     """
     given = _defaults.get()
     recipe = recipe or given.recipe
+    of = "GroupedLinear"
     found = Options(
-        given.quantized if quantized is None else bool(quantized),
+        given.quantized if quantized is None else as_flag("quantized_weights", quantized, of),
         recipe,
-        given.preserve if preserve is None else bool(preserve),
+        given.preserve if preserve is None else as_flag("preserve_high_precision_init", preserve, of),
     )
     if found.quantized and (recipe is None or recipe.forward[1].plain or recipe.dgrad[1].plain):
         formats = "None" if recipe is None else f"{recipe.forward[1].name} and {recipe.dgrad[1].name} ({recipe.name})"
@@ -129,10 +132,28 @@ def refuse_export() -> None:
 
 
 def operand(parameters: Sequence[Any], dtype: torch.dtype) -> StraightThrough:
-    """Returns the weights of all members for a product that computes in `dtype`; gradients go to the Parameters."""
+    """Returns the weights of all members for a product that computes in `dtype`; gradients go to the Parameters.
+
+    Raises:
+        ValueError: a member is not the Parameter that the layer made, so that the layer's product would not read it.
+    """
     store, _ = parameters[0].home
+    if len(parameters) > 1:
+        _check_members(parameters, store)
     whole: Any = parameters[0] if parameters[0].dim() == 3 else list(parameters)
     return StraightThrough(whole, _nominal(store, dtype_name(dtype)))
+
+
+def _check_members(parameters: Sequence[Any], store: QTensor[Tensor]) -> None:
+    """Refuses listed weights that are not, in their order, the members of the store that a product reads."""
+    for at, each in enumerate(parameters):
+        own = isinstance(each, QuantizedWeight)
+        if not (own and each.home[0] is store and each.home[1] == at) or store.shape[0] != len(parameters):
+            came = "a quantised Parameter that the layer has not made for it" if own else "a plain Parameter"
+            raise ValueError(
+                f"`weight{at}` of GroupedLinear: {came}, expected the quantised one of the layer, whose groups share "
+                "memory; write values in place (`copy_`), load a state dict, or replace all weights by plain ones."
+            )
 
 
 def _nominal(q: QTensor[Tensor], dtype: str) -> QTensor[Tensor]:

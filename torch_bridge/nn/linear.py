@@ -278,7 +278,8 @@ class GroupedLinear(ScaledModule):
         Quantised weights become plain ones of their nominal dtype. The weights stay frozen.
 
         Raises:
-            ValueError: the layer has no adapter, gradients of it are pending, or a weight is parametrised.
+            ValueError: the layer has no adapter, gradients of it are pending, a weight is parametrised, or FSDP2 has
+            gathered the Parameters.
         """
         self.check_merge()
         _lora.merge(self)
@@ -298,12 +299,28 @@ class GroupedLinear(ScaledModule):
                 f"`merge` of GroupedLinear: `{computed[0]}` is computed by a parametrisation, expected a Parameter "
                 "that can be written; remove the parametrisation first."
             )
+        self.check_kept("`merge` of GroupedLinear")
 
-    def plain_members(self) -> list[Tensor]:
-        """The values of the weights, one tensor per Parameter; quantised ones are dequantised."""
+    def check_kept(self, what: str) -> None:
+        """Raises ValueError, for `what`, if the Parameters are those that FSDP2 has gathered for a pass.
+
+        What is written to them is lost when they are sharded again.
+        """
+        if self._was_sharded and not is_distributed(*self.weight_parameters(), *self._held(_lora.FACTORS)):
+            raise ValueError(
+                f"{what}: Parameters that FSDP2 has gathered for a pass, expected ones that keep what is written; "
+                "gather a full state dict, load it into a layer without `fully_shard`, and use that layer."
+            )
+
+    def plain_members(self, *, exact: bool = False) -> list[Tensor]:
+        """The values of the weights, one tensor per Parameter; quantised ones are dequantised.
+
+        Args:
+            exact: quantised ones as float32, not rounded to their nominal dtype.
+        """
         parameters = self.weight_parameters()
         if _primary.is_held(parameters):
-            return [each.dequantize() for each in parameters]
+            return [each.dequantize(torch.float32 if exact else each.dtype) for each in parameters]
         return self._local(parameters, self.weight_names, "weight")
 
     def take_plain(self, members: Sequence[Tensor]) -> None:
@@ -316,8 +333,8 @@ class GroupedLinear(ScaledModule):
         self.quantized_weights = False
         if self.recipe is not None and self.recipe.forward[0].plain:  # it was for these weights alone
             self.recipe = None
-        for name, value in zip(self.weight_names, members, strict=True):
-            setattr(self, name, Parameter(value, requires_grad=False))
+        for name, own, value in zip(self.weight_names, parameters, members, strict=True):
+            setattr(self, name, Parameter(value.to(own.dtype), requires_grad=False))
 
     def owner(self, parameters: tuple[Any, ...], names: tuple[str, ...], path: str = "") -> Owner | None:
         """The owner of the weight gradients, unless they simply go to autograd.
@@ -409,9 +426,14 @@ class GroupedLinear(ScaledModule):
 
     # ---- moves, copies and checkpoints -------------------------------------------------------------------------------
 
+    _was_sharded = False
+    """Whether a weight or a factor of the adapter has been a DTensor."""
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("weight_names", ()) and (cache := self.__dict__.get("cache")) is not None:
             cache.exchanges += 1
+        if isinstance(value, Tensor) and is_distributed(value):
+            self.__dict__["_was_sharded"] = True
         super().__setattr__(name, value)
 
     # NOTE: torch makes new Parameters in these four methods, and their attributes are lost.

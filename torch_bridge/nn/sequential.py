@@ -77,6 +77,9 @@ class _Window(NamedTuple):
                 return f"{at}: `{name}` differs between the two layers, expected the same"
         if fc1.lora.rank and fc2.lora.rank and fc1.lora[1:] != fc2.lora[1:]:
             return f"{at}: scale or dropout of the adapters differ between the two layers, expected the same"
+        weights = [each for layer in (fc1, fc2) for each in layer.weight_parameters()]
+        if (fc1.lora.rank or fc2.lora.rank) and any(each.requires_grad for each in weights):
+            return f"{at}: a weight requires a gradient beside an adapter, expected frozen weights in both layers"
         if fc1.accumulate_into_main_grad or fc1.delay_wgrad_compute or fc2.delay_wgrad_compute:
             held = [each for layer in (fc1, fc2) for each in layer.weight_parameters() if each.requires_grad]
             if len(set(held)) < len(held):
