@@ -538,7 +538,7 @@ class _Maker:
             return cancelled([steps.Chunk(expected.shape[0]), *to, *away])
         raise ValueError(
             f"cannot split checkpoint tensor `{key}`: shape {shape}, expected {expected.shape} or {flat}; check the "
-            "number of groups and the sizes of the layer."
+            "number of groups, the sizes of the layer and, of quantised weights, their format."
         )
 
     def _after(self, keys: list[str], way: Sequence[Step], given: list[Facts]) -> list[Facts]:

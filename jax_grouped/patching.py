@@ -54,13 +54,17 @@ def patch(*, recipe: Recipe | None = None, modules: Sequence[ModuleType] = ()) -
         The names that are replaced.
 
     Raises:
-        TypeError: `recipe` is not a `Recipe`, or is bound to arrays; inside, `group_offset` or `out_sharding` is
-            passed, or in forward mode (JAX raises it for every `custom_vjp`).
+        TypeError: `recipe` is not a `Recipe`, or is bound to arrays; `modules` is not a sequence of modules; inside,
+            `group_offset` or `out_sharding` is passed, or in forward mode (JAX raises it for every `custom_vjp`).
         ValueError: `recipe` needs a state; a module has no name of these functions.
         NotImplementedError: inside, for other dimension numbers, `jax.vmap` and second derivatives.
     """
     choice = choice_of(recipe)
     places = [_place(jax.lax, name, name) for name in FUNCTIONS]
+    if not isinstance(modules, Sequence) or not all(isinstance(each, ModuleType) for each in modules):
+        raise TypeError(
+            f"`modules` of patch: {modules!r}, expected a sequence of imported modules; pass e.g. (my_package.moe,)."
+        )
     for module in modules:
         found = [
             _place(owner, bound, name)

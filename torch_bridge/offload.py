@@ -41,8 +41,8 @@ def cpu_offload(
     Args:
         enabled: False keeps tensors saved inside on the device.
         names: moves only tensors that this package's operations save under these names: "grouped_x" (rows that a
-            product reads), "grouped_fc1" (pre-activations), "grouped_act" (activated rows). None: all tensors,
-            including those of other operations.
+            product reads), "grouped_fc1" (pre-activations), "grouped_act" (activated rows); of quantised rows
+            "grouped_x_q" and "grouped_x_scale", and so on. None: all tensors, including those of other operations.
         min_numel: smaller tensors stay on the device.
         prefetch: how many units are brought back ahead of the one that backward has reached.
         retain_pinned: keeps the pinned memory for the next step. Required while a CUDA graph is captured and in the

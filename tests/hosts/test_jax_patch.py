@@ -121,6 +121,12 @@ def test_names_of_other_modules():
     assert (theirs.ragged_dot, theirs.general) == LAX
 
 
+@pytest.mark.parametrize("modules", [np, ("numpy",), "numpy"])
+def test_modules_are_modules(modules: Any):
+    with asserts.refused(TypeError, ["`modules` of patch", "numpy", "a sequence of imported modules"]):
+        jg.patch(modules=modules).__enter__()
+
+
 def test_names_of_other_modules_inside_another_context():
     """They stay replaced, and the innermost recipe counts there too."""
     theirs = module("theirs", "from jax.lax import ragged_dot")
