@@ -6,8 +6,7 @@
 //
 //     workers   cp.async of tile i + 5 | amax of tile i + 4, which the step before has asked for | codes of tile i
 //     planner   draws a tile, finds it, asks whether the scale of tile i + 1 is known: the next step
-//     publisher atomicMax on the amax of the group, one more of its tiles; behind the last one its scale, for all to
-//     see
+//     publisher atomicMax on the amax of the group, one more of its tiles; behind the last one its scale
 //
 //     codes     8 bytes per row and lane --> * scale --> 4 codes --> rows: lines of 128 bytes
 //                                                               --> columns: 4 x 4 bytes transposed in registers -->
@@ -200,8 +199,8 @@ __global__ void __launch_bounds__(kHeldThreads, kBlocks)
     commit_copies();
     wait_copies<1>();  // all but those of this step
     __syncwarp();
-    if (step.measures) {
-      const uint32_t amax = largest_of_warp<kFrom>(slots + slot_of(step.take) * kSlotUnits);
+    if (step.measure >= 0) {
+      const uint32_t amax = largest_of_warp<kFrom>(slots + slot_of(step.measure) * kSlotUnits);
       if (threadIdx.x % 32 == 0) tell_amax(&s->held, step, amax);
     }
     if (step.store < 0) continue;

@@ -60,10 +60,9 @@ struct HeldTile : SourceTile {
 
 // What a block does in one step: tiles as held_at() has them, or -1.
 struct HeldStep {
-  int load, take, store;  // taken is what the step before has loaded
-  bool measures;          // what is taken
-  uint32_t measured;      // tiles before this step
-  float scale;            // of what is stored
+  int load, measure, store;  // measured is what the step before has loaded
+  uint32_t measured;         // tiles before this step
+  float scale;               // of what is stored
   bool done;
 };
 
@@ -227,17 +226,18 @@ __device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, He
     if (lane == 0) s->tiles[info_of(at)] = tile;
     __syncwarp();
   };
-  const auto emit = [&](int load, int take, int store, bool done = false) {
-    const bool measures = take >= 0 && s->tiles[info_of(take)].kind & kMeasures;
+  // `loaded`: by the step before.
+  const auto emit = [&](int load, int loaded, int store, bool done = false) {
+    const bool measures = loaded >= 0 && s->tiles[info_of(loaded)].kind & kMeasures;
     if (measures) {
       while (measured - read_by_warp(s->published) >= HeldShared::kQueue) __nanosleep(50);
     }
     if (lane == 0) {
       if (measures) {
-        const HeldTile& tile = s->tiles[info_of(take)];
+        const HeldTile& tile = s->tiles[info_of(loaded)];
         s->measured_tiles[measured % HeldShared::kQueue] = {tile.group, tile.of_group};
       }
-      s->steps[turn] = {load, take, store, measures, measured, __uint_as_float(scale & ~kTold), done};
+      s->steps[turn] = {load, measures ? loaded : -1, store, measured, __uint_as_float(scale & ~kTold), done};
     }
     if (measures) ++measured;
     if (done && lane == 0) s->end = measured + 1;
@@ -257,7 +257,7 @@ __device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, He
         const int at = held_at(kHeldInfos + again, tail_slot);
         keep(at, tile);
         emit(at, fresh, -1);
-        emit(-1, at, at);
+        emit(-1, -1, at);
         fresh = -1;
         again ^= 1;
         redo_first = redo_first + 1 == most_redo ? 0 : redo_first + 1;
