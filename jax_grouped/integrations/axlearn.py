@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from grouped_core.hosts import check_installed
 from grouped_core.recipes import Recipe
 from jax_grouped._lax import ragged_dot_as_lax
 from jax_grouped._replacing import Place, Replacement, check_parameters, choice_of, chosen, replacing, unknown
@@ -39,6 +40,7 @@ def register(*, recipe: Recipe | None = None) -> Replacement:
         TypeError, ValueError: as `jax_grouped.patch` says of the recipe.
     """
     choice = choice_of(recipe)
+    check_installed("axlearn", "docs/hosts_jax.md")
     layer = importlib.import_module("axlearn.common.mixture_of_experts").TransformerFeedForwardDropFreeMoE
     label = "axlearn.common.mixture_of_experts.TransformerFeedForwardDropFreeMoE._padded_gmm"
     # NOTE: this is where the layer chooses its backend; AXLearn has no public name for it.

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from grouped_core.hosts import check_installed
 from grouped_core.recipes import Recipe
 from jax_grouped._lax import ragged_dot_as_lax, replacing_ragged_dot_general
 from jax_grouped._replacing import (
@@ -55,6 +56,7 @@ def register(*, recipe: Recipe | None = None) -> Replacement:
 def registered(*packages: str, recipe: Recipe | None) -> Replacement:
     """`register` for the modules of several packages that hold Haliax's function."""
     choice = choice_of(recipe)
+    check_installed("haliax", "docs/hosts_jax.md")
     function = _host().ragged_dot
     check_parameters("haliax.nn.ragged_dot", original_of(function), PARAMETERS)
     linear = importlib.import_module("haliax.nn.linear")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from grouped_core.hosts import check_installed
 from grouped_core.recipes import Recipe
 from jax_grouped._replacing import Replacement
 from jax_grouped.integrations.haliax import registered
@@ -28,5 +29,6 @@ def register(*, recipe: Recipe | None = None) -> Replacement:
         NotImplementedError: the `ragged_dot` of Haliax has other parameters.
         TypeError, ValueError: as `jax_grouped.patch` says of the recipe.
     """
+    check_installed("levanter", "docs/hosts_jax.md")
     importlib.import_module("levanter")
     return registered("haliax", "levanter", recipe=recipe)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from grouped_core.hosts import check_installed
 from grouped_core.recipes import Recipe
 from jax_grouped._lax import ragged_dot_as_lax, replacing_ragged_dot
 from jax_grouped._replacing import (
@@ -51,6 +52,7 @@ def register(*, recipe: Recipe | None = None) -> Replacement:
         TypeError, ValueError: as `jax_grouped.patch` says of the recipe.
     """
     choice = choice_of(recipe)
+    check_installed("maxtext", "docs/hosts_jax.md")
     moe, megablox = map(importlib.import_module, ("maxtext.layers.moe", "maxtext.kernels.megablox"))
     check_parameters("maxtext.kernels.megablox.gmm", megablox.gmm, HONOURED[:4])
     check_parameters("tokamax.ragged_dot", moe.tokamax.ragged_dot, TOKAMAX)

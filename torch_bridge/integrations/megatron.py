@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grouped_core.activations import Activation
+from grouped_core.hosts import check_installed
 from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.recipes import Recipe
 from torch_bridge import main_grad
@@ -348,6 +349,7 @@ def register(*, recipe: Recipe | None = None, residuals: str | Residuals = "save
     Raises:
         ImportError: megatron-core is not installed. NotImplementedError: a provider has other parameters.
     """
+    check_installed("megatron", "docs/hosts_training.md")
     from megatron.core.extensions.transformer_engine_spec_provider import (
         TESpecProvider,
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from grouped_core.activations import Activation
+from grouped_core.hosts import check_installed
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import Recipe
 from torch_bridge import route
@@ -51,6 +52,7 @@ def register(*, recipe: Recipe | None = None, residuals: str | Residuals = "save
         ImportError: nemo-automodel is not installed. TypeError, ValueError: an option has an invalid value.
         NotImplementedError: the recipe needs a state or keys, or a function of Automodel has other parameters.
     """
+    check_installed("nemo_automodel", "docs/hosts_training.md")
     from nemo_automodel.components.moe import experts, optimized_ops
 
     options = options_of("NeMo Automodel", recipe, residuals)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from grouped_core.activations import Activation
+from grouped_core.hosts import check_installed
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import Recipe
 from torch_bridge.integrations._options import Options, options_of
@@ -46,6 +47,7 @@ def register(*, recipe: Recipe | None = None, residuals: str | Residuals = "save
         ImportError: prime-rl is not installed. TypeError, ValueError: an option has an invalid value.
         NotImplementedError: the recipe needs a state or keys, or a kernel of prime-rl has other parameters.
     """
+    check_installed("prime_rl", "docs/hosts_training.md")
     kernels, experts = (importlib.import_module(f"prime_rl.trainer.models.layers.moe.{at}") for at in _MODULES)
     options = options_of("prime-rl", recipe, residuals)
     rows = [

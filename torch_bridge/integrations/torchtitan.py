@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grouped_core.activations import Activation
+from grouped_core.hosts import check_installed
 from grouped_core.mlp_spec import Residuals
 from grouped_core.recipes import Recipe
 from torch_bridge import nn
@@ -52,6 +53,7 @@ def register(
         ImportError: torchtitan is not installed. TypeError, ValueError: an option has an invalid value.
         NotImplementedError: the recipe needs a state or keys, or a function of torchtitan has other parameters.
     """
+    check_installed("torchtitan", "docs/hosts_training.md")
     from torchtitan.distributed import activation_checkpoint
     from torchtitan.models.common import moe
     from torchtitan.models.gpt_oss import moe as gpt_oss
