@@ -219,10 +219,10 @@ __device__ inline void put_lines(const StoreProblem& p, const StoreTile& tile, c
     uint32_t w[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) w[r] = codes.words[16 * chunk + 4 * k + r][Codes::swizzled(word, chunk)];
-    const uint32_t low0 = __byte_perm(w[0], w[1], 0x5140), low1 = __byte_perm(w[2], w[3], 0x5140);
-    const uint32_t high0 = __byte_perm(w[0], w[1], 0x7362), high1 = __byte_perm(w[2], w[3], 0x7362);
-    lines[0][k] = __byte_perm(low0, low1, 0x5410), lines[1][k] = __byte_perm(low0, low1, 0x7632);
-    lines[2][k] = __byte_perm(high0, high1, 0x5410), lines[3][k] = __byte_perm(high0, high1, 0x7632);
+    uint32_t columns[4];
+    turn_codes(w, columns);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) lines[c][k] = columns[c];
   }
   if (chunk * 16 >= rows) return;
   uint8_t* to = p.forms[1].values + (tile.column + 4 * word) * p.forms[1].pitch + tile.padded + chunk * 16;

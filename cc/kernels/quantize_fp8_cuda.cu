@@ -240,20 +240,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kFrom, kForms>)
 std::string refuses(const Quantize& call, const Target& target) {
   const std::string reason = refuses_tiles(call, target);
   if (!reason.empty()) return reason;
-  const bool ragged = call.group_sizes.present();
-  const TensorView& cross = call.cross_values;
-  const DType type = (call.values.present() ? call.values : cross).dtype;
-  if (!is_fp8(type)) return std::string("gives FP8, not ") + dtype_name(type);
   if (call.places.present() && call.source.dtype == DType::f32) return "gathers rows of 16-bit values";
   if (call.rule != "fp32" && call.rule != "e8m0") return "has no rule " + call.rule;
   if (call.rule == "fp32" && call.block != 0 && call.block != 128) return "takes blocks of 128";
   if (call.rule == "e8m0" && (call.block != 32 || call.block_outer != 1)) return "takes blocks of 32";
   const bool along_rows = call.block != 0 && call.block_outer == 1;
-  if (!cross.present()) return along_rows ? "takes blocks along rows where the cross form is wanted too" : "";
-  if (!ragged && call.source.dims[1] % 16 != 0) return "transposes weights whose rows are a multiple of 16";
-  if (ragged && call.transposed && call.segment % 16 != 0) return "transposes rows in segments of 16 or more";
-  if (ragged && !call.transposed && call.block != 32) return "leaves blocks of 32 in place, transposes others";
-  return "";
+  if (!call.cross_values.present() && along_rows) return "takes blocks along rows where the cross form is wanted too";
+  return refuses_fp8_forms(call);
 }
 
 size_t workspace(const Quantize& call, const Target&) { return StoreScan::bytes(groups_of(call)); }

@@ -125,11 +125,11 @@ __device__ inline void put_column_codes(const StoreProblem& p, const HeldTile& t
   uint32_t words[kEach][2];
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const uint32_t* const w = codes + 4 * k;
-    const uint32_t low0 = __byte_perm(w[0], w[1], 0x5140), low1 = __byte_perm(w[2], w[3], 0x5140);
-    const uint32_t high0 = __byte_perm(w[0], w[1], 0x7362), high1 = __byte_perm(w[2], w[3], 0x7362);
-    words[0][k] = __byte_perm(low0, low1, 0x5410), words[1][k] = __byte_perm(low0, low1, 0x7632);
-    words[2][k] = __byte_perm(high0, high1, 0x5410), words[3][k] = __byte_perm(high0, high1, 0x7632);
+    const uint32_t rows[4] = {codes[4 * k], codes[4 * k + 1], codes[4 * k + 2], codes[4 * k + 3]};
+    uint32_t columns[4];
+    turn_codes(rows, columns);
+#pragma unroll
+    for (int c = 0; c < kEach; ++c) words[c][k] = columns[c];
   }
   // Sixteen lanes write the same word of columns that are 4 apart, to different banks.
 #pragma unroll
@@ -223,9 +223,6 @@ std::string refuses(const Quantize& call, const Target& target) {
   const std::string reason = refuses_tiles(call, target);
   if (!reason.empty()) return reason;
   const bool ragged = call.group_sizes.present();
-  const TensorView& cross = call.cross_values;
-  const DType type = (call.values.present() ? call.values : cross).dtype;
-  if (!is_fp8(type)) return std::string("gives FP8, not ") + dtype_name(type);
   if (call.rule != "fp32" || call.block != 0 || call.scale.present()) return "takes current scaling";
   if (call.source.dtype == DType::f32) return "takes 16-bit values, not " + describe(call.source);
   if (has_small_blocks(target)) return "holds more than the shared memory of this device";
@@ -236,11 +233,7 @@ std::string refuses(const Quantize& call, const Target& target) {
   if (most_row_tiles_of(call, kVector) * divide_up(width, kWarpColumns) >= kMostRows / 2) {
     return "takes fewer than 2^30 tiles of 8 rows x 128 columns";
   }
-  if (!cross.present()) return "";
-  if (!ragged && tall % 16 != 0) return "transposes weights whose rows are a multiple of 16";
-  if (ragged && !call.transposed) return "transposes rows";
-  if (ragged && call.segment % 16 != 0) return "transposes rows in segments of 16 or more";
-  return "";
+  return refuses_fp8_forms(call);
 }
 
 size_t workspace(const Quantize& call, const Target&) { return StoreScan::bytes(groups_of(call)); }

@@ -88,7 +88,7 @@ def test_a_new_layer_computes_what_its_weights_do(form: str, listed: bool, quant
             layer.merge()
         asserts.bitwise(p(), plain())
     values = [layer.plain_members() for layer in p.linears]
-    whole: Any = [each[0] if each[0].dim() == 3 else torch.stack(each) for each in values]
+    whole: Any = [(each[0] if each[0].dim() == 3 else torch.stack(each)).to(p.x.dtype) for each in values]
     sizes = p.extra[0]
     if form == "GroupedLinear":
         asserts.bitwise(p(), torch_bridge.grouped_linear(p.x, whole[0], sizes))
@@ -284,7 +284,8 @@ def test_quantised_weights_hold_one_form_and_nothing_of_their_size_is_saved(form
     for each in saved:
         small = each.dim() < 3 or R in each.shape
         assert small or each.untyped_storage().data_ptr() in of_weights
-    values = [each[0] if each[0].dim() == 3 else torch.stack(each) for each in (m.plain_members() for m in p.linears)]
+    members = [layer.plain_members() for layer in p.linears]
+    values = [(each[0] if each[0].dim() == 3 else torch.stack(each)).to(p.x.dtype) for each in members]
     x = p.x.clone().requires_grad_()
     options: dict[str, Any] = {"lora": p.lora(), "lora_scaling": SCALING}
     if form == "GroupedLinear":
@@ -383,7 +384,7 @@ def test_adapters_load_beside_weights_of_a_base_without_them():
 
 def _exact(layer: Any) -> tuple[Any, Any]:
     """W + s B A in float64 of the values of a layer, and the sum of the magnitudes of its terms."""
-    members = layer.plain_members(exact=True)
+    members = layer.plain_members()
     w = (members[0] if members[0].dim() == 3 else torch.stack(members)).double()
     a, b = layer.lora_A.detach().double(), layer.lora_B.detach().double()
     return (w + layer.lora.scaling * b @ a).numpy(), (w.abs() + layer.lora.scaling * b.abs() @ a.abs()).numpy()

@@ -255,6 +255,8 @@ def test_the_graph_of_results_is_freed(sent: list[Sent]) -> None:
         ({"names": ["x"]}, ValueError, ["`names` of cpu_offload", "'x'", "grouped_x", "None"]),
         ({"min_numel": 1.5}, TypeError, ["`min_numel`", "1.5", "integer"]),
         ({"prefetch": -1}, ValueError, ["`prefetch`", "-1", "0 or more"]),
+        ({"enabled": "no"}, TypeError, ["`enabled` of cpu_offload", "'no'", "True or False"]),
+        ({"retain_pinned": "no"}, TypeError, ["`retain_pinned` of cpu_offload", "'no'", "True or False"]),
     ],
 )
 def test_mistakes(options: dict[str, Any], kind: type[Exception], fragments: list[str]) -> None:

@@ -64,7 +64,7 @@ def merge(layer: Any) -> None:
     """Adds the adapter to the weights, rounded once to their dtype, and removes it; quantised weights become plain."""
     with torch.no_grad():
         a, b = layer.local_factors()
-        members = layer.plain_members(exact=True)
+        members = layer.plain_members()
         whole = members[0] if members[0].dim() == 3 else torch.stack(members)
         made = merged(whole, a, b, layer.lora.scaling)
         layer.take_plain(list(made.unbind()) if len(members) > 1 or members[0].dim() == 2 else [made])

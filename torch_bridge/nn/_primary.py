@@ -146,9 +146,11 @@ def operand(parameters: Sequence[Any], dtype: torch.dtype) -> StraightThrough:
 
 def _check_members(parameters: Sequence[Any], store: QTensor[Tensor]) -> None:
     """Refuses listed weights that are not, in their order, the members of the store that a product reads."""
-    for at, each in enumerate(parameters):
-        own = isinstance(each, QuantizedWeight)
-        if not (own and each.home[0] is store and each.home[1] == at) or store.shape[0] != len(parameters):
+    whole = store.shape[0] == len(parameters)
+    for at, each in enumerate(parameters):  # in each pass, so nothing is asked twice
+        home = getattr(each, "home", None)
+        if home is None or home[0] is not store or home[1] != at or not whole:
+            own = isinstance(each, QuantizedWeight)
             came = "a quantised Parameter that the layer has not made for it" if own else "a plain Parameter"
             raise ValueError(
                 f"`weight{at}` of GroupedLinear: {came}, expected the quantised one of the layer, whose groups share "

@@ -312,15 +312,11 @@ class GroupedLinear(ScaledModule):
                 "gather a full state dict, load it into a layer without `fully_shard`, and use that layer."
             )
 
-    def plain_members(self, *, exact: bool = False) -> list[Tensor]:
-        """The values of the weights, one tensor per Parameter; quantised ones are dequantised.
-
-        Args:
-            exact: quantised ones as float32, not rounded to their nominal dtype.
-        """
+    def plain_members(self) -> list[Tensor]:
+        """The values of the weights, one tensor per Parameter; quantised ones as float32, which holds them exactly."""
         parameters = self.weight_parameters()
         if _primary.is_held(parameters):
-            return [each.dequantize(torch.float32 if exact else each.dtype) for each in parameters]
+            return [each.dequantize(torch.float32) for each in parameters]
         return self._local(parameters, self.weight_names, "weight")
 
     def take_plain(self, members: Sequence[Tensor]) -> None:

@@ -2,6 +2,9 @@
 // draws how), or one warp (quantize_fp8_rows_cuda.cu).
 #pragma once
 
+#include <string>
+
+#include "cc/api/operands.h"
 #include "cc/device/quantize/tiles.cuh"
 
 namespace grouped {
@@ -178,6 +181,14 @@ __device__ inline void put_rows(const StoreTile& tile, const Eight<kFrom> (&raw)
   }
 }
 
+// Four codes of each of four rows become four codes of each of four columns.
+__device__ inline void turn_codes(const uint32_t (&rows)[4], uint32_t (&columns)[4]) {
+  const uint32_t low0 = __byte_perm(rows[0], rows[1], 0x5140), low1 = __byte_perm(rows[2], rows[3], 0x5140);
+  const uint32_t high0 = __byte_perm(rows[0], rows[1], 0x7362), high1 = __byte_perm(rows[2], rows[3], 0x7362);
+  columns[0] = __byte_perm(low0, low1, 0x5410), columns[1] = __byte_perm(low0, low1, 0x7632);
+  columns[2] = __byte_perm(high0, high1, 0x5410), columns[3] = __byte_perm(high0, high1, 0x7632);
+}
+
 __device__ inline void take_eight(const float* from, float (&to)[kVector]) {
   const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
   to[0] = low.x, to[1] = low.y, to[2] = low.z, to[3] = low.w;
@@ -288,4 +299,17 @@ __device__ inline void with_type(DType type, Body body) {
 }
 
 }  // namespace device
+
+// Why these tiles do not give the forms of a call; empty: they do.
+inline std::string refuses_fp8_forms(const Quantize& call) {
+  const TensorView& cross = call.cross_values;
+  const DType type = (call.values.present() ? call.values : cross).dtype;
+  if (!is_fp8(type)) return std::string("gives FP8, not ") + dtype_name(type);
+  if (!cross.present()) return "";
+  const bool ragged = call.group_sizes.present();
+  if (!ragged && call.source.dims[1] % 16 != 0) return "transposes weights whose rows are a multiple of 16";
+  if (ragged && call.transposed && call.segment % 16 != 0) return "transposes rows in segments of 16 or more";
+  if (ragged && !call.transposed && call.block != 32) return "leaves blocks of 32 in place, transposes others";
+  return "";
+}
 }  // namespace grouped
