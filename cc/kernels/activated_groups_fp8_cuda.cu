@@ -15,14 +15,18 @@
 //        128 bytes
 //
 // Two barriers per tile. Gradients: 128 registers, at most 109 KiB, two blocks per SM of Hopper; forward 80, 61 KiB,
-// three. Current scaling runs the same rows twice, of which only amaxes remain the first time; under delayed scaling
-// the launch that stores does so first with rows of groups that have not started (start_groups). Row sums are added by
-// a launch behind.
+// three. Row sums are added by a launch behind.
+//
+// Under current scaling a launch before finds the amaxes (measure_activated_groups), from the same rings: a warp makes
+// a row's values only where a bound (activation_bounds.cuh) reaches what is known of its group, from memory or from the
+// block's other warps. Under delayed scaling the launch that stores does so first with rows of groups that have not
+// started (start_groups).
 //
 // Memory and issue slots bound it about equally: gradients read 6 bytes per activated column and write 2 to 5, and take
 // some 350 instructions for eight columns of SwiGLU, more of the time the lower the clock is. So the loop over rows
 // is inside of the choice of a kind, where gated or not is a constant, and addresses go on by additions.
 #include "cc/device/quantize/activated_fp8.cuh"
+#include "cc/device/quantize/activation_bounds.cuh"
 
 namespace grouped {
 namespace {
@@ -33,9 +37,17 @@ constexpr int kAhead = 4;  // rows of a thread under way
 static_assert(kVector % kAhead == 0, "a row's place in the ring is its own");
 
 using Tile = Shape<false>;
-using Shared = ActivatedShared;
 using Ring = uint4[kAhead][kStoreThreads];
 constexpr int kRing = sizeof(Ring) / sizeof(uint4);
+
+// Bits of floats, of the result and of act(h).
+struct Amaxes {
+  uint32_t result, activated;
+};
+
+struct Shared : ActivatedShared {
+  Amaxes known[2];  // a lower bound of what the group of a turn's tile has, by turns
+};
 
 template <bool kGrad>
 constexpr int kBlocks = kGrad ? 2 : 3;
@@ -105,33 +117,31 @@ __device__ inline bool is_usual(const ActivatedProblem& p) {
   return p.store.forms[0].values && p.store.forms[1].values && !p.activated && !p.result;
 }
 
-// Rows of a tile, while the first of `next` are asked for: amaxes alone, or codes too, in `transposed` those of each
-// half of the result and of act(h). kUsual: is_usual(), which leaves most branches out of a row.
-template <ActivationKind kKind, bool kGrad, bool kStore, bool kUsual>
-__device__ __forceinline__ Largest activate_rows_of(const ActivatedProblem& p, const StoreTile& tile,
-                                                    const StoreTile& next, bool loads, Ring* ring, Codes* transposed) {
+// Rows of a tile, while the first of `next` are asked for: the largest magnitude of the result, and codes, in
+// `transposed` those of each half of the result and of act(h). kUsual: is_usual(), which leaves most branches out of a
+// row.
+template <ActivationKind kKind, bool kGrad, bool kUsual>
+__device__ __forceinline__ uint32_t activate_rows_of(const ActivatedProblem& p, const StoreTile& tile,
+                                                     const StoreTile& next, bool loads, Ring* ring, Codes* transposed) {
   using Act = ActivationOf<kKind>;
   constexpr bool kGated = is_gated(kKind), kTwo = kGrad && kGated;
   constexpr int kCodes = sizeof(Codes) / sizeof(uint2);
   const Tile at;
-  const bool by_rows = kStore && (kUsual || p.store.forms[0].values);
-  const bool by_columns = kStore && (kUsual || p.store.forms[1].values);
-  const bool sees = !kStore || p.store.measure, plain = kGrad && kStore && !kUsual;
-  const bool stores_activated = kGrad && kStore && has_activated(p);
-  const bool sees_activated = kGrad && !kStore && p.activated_amax != nullptr;
-  const bool sums = kGrad && kStore && p.partials != nullptr;
+  const bool by_rows = kUsual || p.store.forms[0].values, by_columns = kUsual || p.store.forms[1].values;
+  const bool sees = p.store.measure, plain = kGrad && !kUsual;
+  const bool stores_activated = kGrad && has_activated(p), sums = kGrad && p.partials != nullptr;
   const int64_t source = tile.source + at.row, width = p.hidden.width, pitch = hidden_pitch(p);
   const int column = static_cast<int>(tile.column) + at.column, block = p.hidden.block;
   const int rows = tile.rows - at.row, count = at.column < tile.columns ? rows : 0;  // of this thread that exist
   const int first = kGrad ? p.hidden.gate_column(column) : column;
-  float factor = 1.0f, activated_factor = 1.0f;
-  if (kStore) factor = factor_of(p.store, tile.group);
+  const float factor = factor_of(p.store, tile.group);
+  float activated_factor = 1.0f;
   if (stores_activated) activated_factor = factor_of(p.store_activated, tile.group);
   uint8_t* codes = p.store.forms[0].values + source * p.store.forms[0].pitch + first;
   uint2* const first_place = transposed->place(at.row, at.column);
   Sources ahead = sources_of(p, tile, true);
   ahead.hidden += kAhead * pitch, ahead.grad += kAhead * width;
-  uint32_t largest = 0, largest_activated = 0;
+  uint32_t largest = 0;
 
   const auto encode = [&](const uint4& low, const uint4& high, uint2(&made)[2]) {
     with_type(p.store.type, [&](auto type) {
@@ -168,8 +178,7 @@ __device__ __forceinline__ Largest activate_rows_of(const ActivatedProblem& p, c
       }
       if (sees) largest = larger(largest, gate);
       if (sees && kTwo) largest = larger(largest, linear);
-      if (sees_activated) largest_activated = larger(largest_activated, t);
-      if (kStore) encode(gate, linear, made);
+      encode(gate, linear, made);
       if (by_rows) {
         uint8_t* to = codes + i * p.store.forms[0].pitch;
         *reinterpret_cast<uint2*>(to) = made[0];
@@ -197,16 +206,74 @@ __device__ __forceinline__ Largest activate_rows_of(const ActivatedProblem& p, c
         p.partials[tile.column / kStoreColumns * p.store.rows + source + i] = sum;
     }
   }
+  return both(largest);
+}
+
+template <bool kGrad, bool kUsual>
+__device__ __forceinline__ uint32_t activate_rows(const ActivatedProblem& p, const StoreTile& tile,
+                                                  const StoreTile& next, bool loads, Ring* ring, Codes* transposed) {
+  uint32_t largest = 0;
+  with_activation(p.spec.kind, [&](auto kind) {
+    largest = activate_rows_of<kind, kGrad, kUsual>(p, tile, next, loads, ring, transposed);
+  });
+  return largest;
+}
+
+// The largest magnitudes of a tile's values, but of those alone that may be above `known`, which all warps raise.
+template <ActivationKind kKind, bool kGrad>
+__device__ __forceinline__ Largest measure_rows_of(const ActivatedProblem& p, const StoreTile& tile,
+                                                   const StoreTile& next, bool loads, Ring* ring, Amaxes* known) {
+  using Act = ActivationOf<kKind>;
+  constexpr bool kGated = is_gated(kKind);
+  const Tile at;
+  const int lane = threadIdx.x % 32, rows = tile.rows - at.row, count = at.column < tile.columns ? rows : 0;
+  const bool sees_activated = kGrad && p.activated_amax != nullptr;
+  const ActivationBounds<kKind, kGrad> bounds_of(p.spec);
+  volatile Amaxes* const seen = known;
+  Sources ahead = sources_of(p, tile, true);
+  ahead.hidden += kAhead * hidden_pitch(p), ahead.grad += kAhead * int64_t{p.hidden.width};
+  float scales = 1.0f;  // of one row per lane
+  if (p.row_scale && lane % kLanes < min(rows, kVector)) scales = p.row_scale[tile.source + at.row + lane % kLanes];
+  uint32_t largest = 0, largest_activated = 0;
+#pragma unroll 1
+  for (int i = 0; i < kVector; ++i) {
+    wait_copies<kAhead - 1>();
+    uint4* mine = &ring[0][i % kAhead][threadIdx.x];
+    uint4 gate = mine[0], linear = {}, t = {};
+    if (kGated) linear = mine[kRing];
+    if (kGrad) t = mine[(kGated ? 2 : 1) * kRing];
+    if (i == kVector - kAhead) ahead = sources_of(p, next, loads);
+    load_row<kGrad, kGated>(p, ahead, (i + kAhead) % kVector < ahead.count, mine);
+    const float scale = __shfl_sync(~0u, scales, lane / kLanes * kLanes + i);
+    const auto bound = bounds_of(gate, linear, t, scale);
+    const bool may = bound.result >= seen->result || (sees_activated && bound.activated >= seen->activated);
+    if (!__any_sync(~0u, may && i < count)) continue;
+    if (i < count) {
+      if constexpr (kGrad) {
+        gradient_row<Act>(p.spec, gate, linear, t, scale, false);
+      } else {
+        gate = activated_row<Act>(p.spec, gate, linear, scale);
+      }
+      largest = larger(largest, gate);
+      if (kGrad && kGated) largest = larger(largest, linear);
+      if (sees_activated) largest_activated = larger(largest_activated, t);
+    }
+    const auto raise = [&](uint32_t* amax, uint32_t found) {
+      found = __reduce_max_sync(~0u, found);
+      if (lane == 0) atomicMax(amax, amax_of<DType::bf16>(found));
+    };
+    raise(&known->result, both(largest));
+    if (sees_activated) raise(&known->activated, both(largest_activated));
+  }
   return {both(largest), both(largest_activated)};
 }
 
-template <bool kGrad, bool kStore, bool kUsual>
-__device__ __forceinline__ Largest activate_rows(const ActivatedProblem& p, const StoreTile& tile,
-                                                 const StoreTile& next, bool loads, Ring* ring, Codes* transposed) {
+template <bool kGrad>
+__device__ __forceinline__ Largest measure_rows(const ActivatedProblem& p, const StoreTile& tile, const StoreTile& next,
+                                                bool loads, Ring* ring, Amaxes* known) {
   Largest largest = {};
-  with_activation(p.spec.kind, [&](auto kind) {
-    largest = activate_rows_of<kind, kGrad, kStore, kUsual>(p, tile, next, loads, ring, transposed);
-  });
+  with_activation(p.spec.kind,
+                  [&](auto kind) { largest = measure_rows_of<kind, kGrad>(p, tile, next, loads, ring, known); });
   return largest;
 }
 
@@ -259,8 +326,9 @@ __device__ __noinline__ void start_groups(const ActivatedProblem& p, uint32_t co
     if (!find_in_order<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, &tile)) return false;
     if (tile.group == p.store.scan.count || has_started(p.store, tile.group)) return true;
     begin_tile<kGrad>(p, tile, ring);
-    Codes* const none = reinterpret_cast<Codes*>(ring);  // of amaxes alone there are no codes
-    const Largest largest = activate_rows<kGrad, false, false>(p, tile, tile, false, ring, none);
+    if (threadIdx.x == 0) s->known[0] = {};
+    __syncthreads();
+    const Largest largest = measure_rows<kGrad>(p, tile, tile, false, ring, s->known);
     wait_all_copies();
     raise_amax(p.store.scan.amax + tile.group, amax_of<DType::bf16>(largest.result));
     if (kGrad && p.activated_amax) raise_amax(p.activated_amax + tile.group, amax_of<DType::bf16>(largest.activated));
@@ -268,19 +336,56 @@ __device__ __noinline__ void start_groups(const ActivatedProblem& p, uint32_t co
   });
 }
 
-template <bool kGrad, bool kStore>
+// The amaxes of all groups, into p.store.raised and p.activated_amax.
+template <bool kGrad>
+__global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
+    measure_activated_groups(const __grid_constant__ ActivatedProblem p, uint32_t column_tiles) {
+  extern __shared__ uint4 dynamic_shared[];
+  Ring* ring = reinterpret_cast<Ring*>(dynamic_shared);
+  Shared* s = reinterpret_cast<Shared*>(ring + operands_of(p));
+  const GroupTable table(p.store, s + 1);
+  uint32_t* const amaxes_of_activated = kGrad ? p.activated_amax : nullptr;
+  if (threadIdx.x == 0) s->known[0] = {};
+  Turns turns(p.store, &s->turns, amaxes_of_activated);
+  scan_sizes<Tile::kRows>(p.store, table, s->sums);
+  const int count = p.store.scan.count;
+  const auto find = [&](uint32_t item, StoreTile* found) {
+    return find_in_order<Tile::kRows, Tile::kColumns>(p.store, table, item, column_tiles, found) &&
+           found->group < count;
+  };
+  StoreTile tile;
+  StoreTile& next = s->next[threadIdx.x / 32];
+  bool more = find(blockIdx.x, &tile);
+  if (more) begin_tile<kGrad>(p, tile, ring);
+  for (; more; tile = next, turns.advance()) {
+    turns.draw();
+    more = find_next(next, [&](StoreTile* found) { return find(turns.next(), found); });
+    Amaxes known = {};  // of the next tile's group, by now
+    if (threadIdx.x == 0 && more) {
+      known.result = load_relaxed(p.store.raised + next.group);
+      if (amaxes_of_activated) known.activated = load_relaxed(amaxes_of_activated + next.group);
+    }
+    const Largest largest = measure_rows<kGrad>(p, tile, next, more, ring, &s->known[turns.odd()]);
+    if (threadIdx.x == 0) s->known[turns.odd() ^ 1] = known;
+    turns.meet();
+    turns.see(amax_of<DType::bf16>(largest.result), tile.group);
+    if (amaxes_of_activated) turns.see_other(amax_of<DType::bf16>(largest.activated));
+  }
+  wait_all_copies();
+  turns.finish();
+}
+
+template <bool kGrad>
 __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
     store_activated_groups(const __grid_constant__ ActivatedProblem p, uint32_t column_tiles) {
   extern __shared__ uint4 dynamic_shared[];
-  const bool stores_activated = kGrad && kStore && has_activated(p);
+  const bool stores_activated = kGrad && has_activated(p);
   Ring* ring = reinterpret_cast<Ring*>(dynamic_shared);
   Codes* transposed = reinterpret_cast<Codes*>(ring + operands_of(p));
-  Shared* s = reinterpret_cast<Shared*>(transposed + (kStore ? transposed_of(p) : 0));
-  if constexpr (kStore) {
-    if (p.store.starting && must_start(p.store)) start_groups<kGrad>(p, column_tiles, ring, s);
-  }
+  Shared* s = reinterpret_cast<Shared*>(transposed + transposed_of(p));
+  if (p.store.starting && must_start(p.store)) start_groups<kGrad>(p, column_tiles, ring, s);
   const GroupTable table(p.store, s + 1);
-  Turns turns(p.store, &s->turns, kGrad && !kStore ? p.activated_amax : nullptr);
+  Turns turns(p.store, &s->turns);
   scan_sizes<Tile::kRows>(p.store, table, s->sums);
   const int count = p.store.scan.count;
   const auto find = [&](uint32_t item, StoreTile* found) {
@@ -290,7 +395,7 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
   StoreTile& next = s->next[threadIdx.x / 32];
   bool more = find(blockIdx.x, &tile);
   if (more && tile.group < count) begin_tile<kGrad>(p, tile, ring);
-  if (kStore && blockIdx.x == 0) {
+  if (blockIdx.x == 0) {
     store_group_scales(p.store);
     if (stores_activated) store_group_scales(p.store_activated);
     if (p.valid_rows && threadIdx.x == 0) *p.valid_rows = table.offsets[count];
@@ -300,20 +405,16 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
     more = find_next(next, [&](StoreTile* found) { return find(turns.next(), found); });
     const bool loads = more && next.group < count;
     if (tile.group == count) {
-      if (!kStore) break;
       activate_nothing(p, tile);
       if (loads) begin_tile<kGrad>(p, next, ring);
       turns.meet();
       continue;
     }
-    constexpr bool kBoth = kGrad && kStore;
-    const Largest largest = kBoth && is_usual(p)
-                                ? activate_rows<kGrad, kStore, kBoth>(p, tile, next, loads, ring, transposed)
-                                : activate_rows<kGrad, kStore, false>(p, tile, next, loads, ring, transposed);
+    const uint32_t largest = kGrad && is_usual(p) ? activate_rows<kGrad, kGrad>(p, tile, next, loads, ring, transposed)
+                                                  : activate_rows<kGrad, false>(p, tile, next, loads, ring, transposed);
     turns.meet();
-    if (!kStore || p.store.measure) turns.see(amax_of<DType::bf16>(largest.result), tile.group);
-    if (kGrad && !kStore && p.activated_amax) turns.see_other(amax_of<DType::bf16>(largest.activated));
-    if (!kStore || !p.store.forms[1].values) continue;
+    if (p.store.measure) turns.see(amax_of<DType::bf16>(largest), tile.group);
+    if (!p.store.forms[1].values) continue;
     const int segment = p.store.segment, rows = segment ? (tile.rows + segment - 1) / segment * segment : tile.rows;
 #pragma unroll 1
     for (int half = 0; half < halves_of(p); ++half) {
@@ -331,11 +432,12 @@ void run(const ActivatedStore& call, const ActivatedProblem& p, const LaunchOpti
   constexpr int kOperands = kGrad ? 3 : 2, kTransposed = !kStore ? 0 : kGrad ? 3 : 1;
   static_assert(kOperands * sizeof(Ring) + kTransposed * sizeof(Codes) ==
                 units_with_group_scales(kOperands, kTransposed) * kActivatedUnit);
-  run_activated<store_activated_groups<kGrad, kStore>>(
-      call, p, kBlocks<kGrad>, kOperands * sizeof(Ring) + kTransposed * sizeof(Codes) + sizeof(Shared),
-      static_cast<int>(operands_of(p) * sizeof(Ring) + (kStore ? transposed_of(p) : 0) * sizeof(Codes) +
-                       sizeof(Shared)),
-      how);
+  constexpr auto kKernel = kStore ? store_activated_groups<kGrad> : measure_activated_groups<kGrad>;
+  run_activated<kKernel>(call, p, kBlocks<kGrad>,
+                         kOperands * sizeof(Ring) + kTransposed * sizeof(Codes) + sizeof(Shared),
+                         static_cast<int>(operands_of(p) * sizeof(Ring) +
+                                          (kStore ? transposed_of(p) : 0) * sizeof(Codes) + sizeof(Shared)),
+                         how);
 }
 
 }  // namespace

@@ -1,7 +1,11 @@
 // The arithmetic of cc/math over whole arrays, for tests/native/test_math.py: compiled there, called by ctypes.
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 
+#include "cc/math/activation_bound.h"
 #include "cc/math/code_pairs.h"
 #include "cc/math/e2m1.h"
 #include "cc/math/narrow.h"
@@ -233,4 +237,43 @@ EXPORT void reciprocals(int64_t first, int64_t last, int64_t step, int64_t* coun
   counts[0] = reciprocals_that_differ<E4M3>(first, last, step);
   counts[1] = reciprocals_that_differ<E5M2>(first, last, step);
   counts[2] = reciprocals_that_differ<E2M1>(first, last, step);
+}
+
+// The largest share of activation_bound() that values and derivatives of a kind have over all finite bf16 gates, beside
+// linear halves `u`: t, dt/da and dt/du. Zeros where the kind has no bound.
+EXPORT void shares_of_bounds(int64_t kind, int64_t n, const float* u, float alpha, float limit, float offset,
+                             float beta1, float beta2, float* shares) {
+  const ActivationSpec spec = {static_cast<ActivationKind>(kind), alpha, limit, offset, beta1, beta2};
+  std::fill_n(shares, 3, 0.0f);
+  with_activation(spec.kind, [&](auto each) {
+    constexpr ActivationKind kKind = decltype(each)::value;
+    const ActivationBound bound = activation_bound<kKind>(spec);
+    for (uint32_t bits = 0; bits < 1 << 16; ++bits) {
+      const float a = bits_float(bits << 16);
+      if (!std::isfinite(a)) continue;
+      const double f = std::max(a, bound.least);
+      const double slope = std::min(std::max(0.5 + double{bound.rise} * a, 0.5), double{bound.most});
+      for (int64_t i = 0; i < n; ++i) {
+        const double v = is_gated(kKind) ? std::abs(double{u[i]}) + bound.offset : 1.0;
+        const auto found = ActivationOf<kKind>::grad(spec, a, u[i]);
+        const double most[3] = {f * v, slope * v, is_gated(kKind) ? f : 0.0}, values[3] = {found.t, found.da, found.du};
+        for (int which = 0; which < 3; ++which) {
+          const double magnitude = std::min(std::abs(values[which]), double{std::numeric_limits<float>::max()});
+          const double value = std::max(magnitude - std::numeric_limits<float>::denorm_min(), 0.0);
+          const float share = value == 0 ? 0.0f : static_cast<float>(value / most[which]);
+          shares[which] = std::isnan(magnitude) ? INFINITY : std::max(shares[which], share);
+        }
+      }
+    }
+  });
+}
+
+// The kinds of shares_of_bounds() by number; null behind the last one.
+EXPORT const char* activation_name(int64_t kind) {
+  static const char* const names[] = {
+#define X(name, tag, gated) name,
+      GROUPED_ACTIVATIONS(X)
+#undef X
+          nullptr};
+  return names[kind];
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from grouped_core import rounding
+from grouped_core.activations import Activation
 from grouped_core.rounding import TYPES
 from tests import asserts, cases
 from tests.native import compiler
@@ -351,6 +352,39 @@ def reciprocals_that_differ(lib: ctypes.CDLL, first: int, last: int, step: int) 
     counts = np.full(3, -1, np.int64)
     call(lib, "reciprocals", first, last, step, counts)
     return counts
+
+
+BOUNDED = {  # a kind, and the least share of its bounds that is wanted of value, dt/da and dt/du
+    "relu": (Activation("relu"), 0.99),
+    "silu": (Activation("silu"), 0.99),
+    "gelu_tanh": (Activation("gelu_tanh"), 0.99),
+    "gelu_erf": (Activation("gelu_erf"), 0.99),
+    "swiglu": (Activation("swiglu"), 0.99),
+    "geglu_tanh": (Activation("geglu_tanh"), 0.99),
+    "quick_gelu": (Activation("quick_gelu"), 0.99),
+    "quick_geglu": (Activation("quick_geglu", alpha=0.3), 0.99),
+    "flat": (Activation("quick_gelu", alpha=1e-30), 0.0),
+    "steep": (Activation("quick_geglu", alpha=3e30), 0.5),
+    "clamped_qgeglu": (Activation("clamped_qgeglu"), 0.7),
+    "below": (Activation("clamped_qgeglu", offset=-3.0, limit=None), 0.7),
+    "silu_clamped_glu": (Activation("silu_clamped_glu"), 0.7),
+    "situ_glu": (Activation("situ_glu"), 0.7),
+    "narrow": (Activation("situ_glu", beta1=1e-3, beta2=0.5), 0.0),
+}
+
+
+@pytest.mark.parametrize(("activation", "least"), BOUNDED.values(), ids=BOUNDED)
+def test_bounds_of_activations(lib, activation, least):
+    """Magnitudes of a kind's values and derivatives, of all gates there are, are below its bounds, and not far."""
+    lib.activation_name.restype = ctypes.c_char_p
+    params = activation.params()
+    kind = next(i for i in range(100) if lib.activation_name(ctypes.c_int64(i)) == params["kind"].encode())
+    u = np.array([0, 1e-30, -0.4, 1, -3, 8, 3e38], np.float32)
+    shares = np.zeros(3, np.float32)
+    numbers = [np.float32(params[name]) for name in ("alpha", "limit", "offset", "beta1", "beta2")]
+    call(lib, "shares_of_bounds", kind, u.size, u, *numbers, shares)
+    assert (shares[:2] >= least).all()
+    assert (shares <= 1 + 2.0**-16).all()
 
 
 INFINITY = 0x7F800000

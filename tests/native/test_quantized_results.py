@@ -222,6 +222,53 @@ def test_more_tiles_than_blocks(kernel, format, given, case):
     check(kernel, call, more, wanted, case.groups)
 
 
+EXTREMES = cases.Case("extremes", (300, 0, 700, 130, 257, 140, 513), 2100, 16, 136, frozenset())
+
+
+def extreme(array: np.ndarray) -> None:
+    """Groups of EXTREMES: magnitudes far apart; nothing; small ones; large ones; infinities; NaN; ordinary numbers."""
+    random, wide = np.random.default_rng(array.size), array.astype(np.float32)
+    groups = np.split(wide, np.cumsum(EXTREMES.sizes))
+    with np.errstate(over="ignore"):
+        for rows, powers in ((groups[0], (-20, 20)), (groups[2], (-133, -120)), (groups[3], (110, 127))):
+            rows[:] = np.ldexp(rows, random.integers(*powers, rows.shape))
+    for rows, value in ((groups[4], np.inf), (groups[5], np.nan)):
+        rows.reshape(-1)[random.integers(0, rows.size, 6)] = [value, -value] * 3
+    array[:] = wide.astype(array.dtype)
+
+
+@pytest.mark.rule("QNT-1", "MLP-1")
+@pytest.mark.parametrize("extremes", ["rows", "scales"])
+@pytest.mark.parametrize("activation", KINDS)
+@pytest.mark.parametrize(
+    "kernel", kernels("grouped_matmul_act", quantized=True) + kernels("grouped_matmul_dact", quantized=True)
+)
+def test_amaxes_of_extremes(kernel, activation, extremes):
+    """The largest magnitude of a group is found, though few values are made to look for it (activation_bounds.cuh)."""
+    grad = "dact" in kernel
+    wanted, _ = storing_of("fp8_tensor", (True, True), False)
+    operands = OPERANDS["_fp8_" in kernel]  # as in the test above
+    specs, options, more = problem(grad, EXTREMES, Activation(activation), operands, "bfloat16", 2 if grad else 1)
+    with np.errstate(invalid="ignore"):
+        if extremes == "scales":
+            extreme(more["row_scale"])
+        elif grad:
+            extreme(more["hidden"])
+        elif operands[0] == "bf16":
+            extreme(more["lhs"])
+        else:
+            more["lhs"].slots[2][2:] *= np.array([2.0**-40, 2.0**-130, 2.0**115, np.inf, np.nan], np.float32)
+    call: calls.Call
+    if grad:
+        del more["row_base"]
+        how = storing_activated("fp8_tensor", False)
+        beside = (False, False, False)
+        call = calls.grouped_matmul_dact(*specs, wanted=beside, quantized=wanted, quantized_activated=how, **options)
+    else:
+        call = calls.grouped_matmul_act(*specs, hidden=True, quantized=wanted, **options)
+    check(kernel, call, more, wanted, EXTREMES.groups)
+
+
 @pytest.mark.rule("QNT-1", "MLP-1", "MLP-2", "GRP-5")
 @pytest.mark.parametrize(
     ("name", "width", "activation", "forms"),

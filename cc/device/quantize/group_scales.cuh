@@ -250,6 +250,14 @@ static __global__ void finish_groups(const GroupResults r) {
   if (r.amax) r.amax[g] = amax_value(r.into_amax ? amax_with(r.scan.amax[g], r.into_amax[g]) : r.scan.amax[g]);
 }
 
+__device__ inline uint32_t load_relaxed(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ inline void store_relaxed(uint32_t* to, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
 __device__ inline uint32_t load_acquire(const uint32_t* from) {
   uint32_t value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");

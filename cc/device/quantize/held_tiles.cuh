@@ -183,14 +183,6 @@ __device__ inline bool find_held(const StoreLaunch& p, const HeldPlan& plan, con
 
 constexpr uint32_t kTold = 0x80000000u;  // beside the bits of a scale, which has no sign
 
-__device__ inline uint32_t load_relaxed(const uint32_t* from) {
-  uint32_t value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-__device__ inline void store_relaxed(uint32_t* to, uint32_t value) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
 // What lane 0 reads of shared memory, in all lanes.
 __device__ inline uint32_t read_by_warp(const volatile uint32_t& from) {
   const uint32_t value = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? from : 0u, 0);
