@@ -92,10 +92,13 @@ def option(name: str, scaling: Any, dropout: Any, key: Any, stream: int = 0) -> 
         ValueError: `scaling` is not a finite number, `dropout` is not from 0 to 1 without 1, or a key is given without
             dropout, or the other way round.
     """
+    known = "known when the function is called"
     if not _is_finite(scaling):
-        raise ValueError(f"`{name}_scaling`: {scaling!r}, expected a finite number, as float32 too; pass alpha / r.")
+        raise ValueError(
+            f"`{name}_scaling`: {scaling!r}, expected a finite number, as float32 too, {known}; pass alpha / r."
+        )
     if not _is_finite(dropout) or not 0 <= dropout < _ROUNDS_TO_ONE:
-        wanted = "0 to 1, without 1 and what float32 rounds to it"
+        wanted = f"0 to 1, without 1 and what float32 rounds to it, {known}"
         raise ValueError(f"`{name}_dropout`: {dropout!r}, expected {wanted}; pass a rate such as 0.05.")
     if (key is None) == (dropout > 0):
         came = f"None with a dropout of {dropout}" if dropout else "given without dropout"

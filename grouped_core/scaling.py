@@ -107,13 +107,20 @@ def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> Sca
     Args:
         reuse: whether the new state is written over the old one.
     """
-    call = calls.scale_update(run.spec(state.scale), run.spec(state.history), state.algorithm, reuse=reuse)
+    scale, history = run.spec(state.scale), run.spec(state.history)
+    for name, spec in (("scale", scale), ("history", history)):
+        if spec.dtype != "float32":
+            raise ValueError(
+                f"`{name}` of a state of delayed scaling: {spec}, expected float32; leave the state out where "
+                "parameters are cast."
+            )
+    call = calls.scale_update(scale, history, state.algorithm, reuse=reuse)
     named = {"scale": state.scale, "history": state.history, "top": state.top}
     if reuse:
         named |= {"into_new_scale": state.scale, "into_new_history": state.history}
     arrays = call.arrange(**named)
-    scale, history = run(call, arrays)
-    return ScalingState(scale, history, state.top, state.algorithm)
+    new_scale, new_history = run(call, arrays)
+    return ScalingState(new_scale, new_history, state.top, state.algorithm)
 
 
 def extras(bound: BoundRecipe, product: int = 0, scale: Sequence[Any] | None = None) -> Extras:

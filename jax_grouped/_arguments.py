@@ -15,13 +15,14 @@ from jaxtyping import Array
 from grouped_core import calls, debug
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import PLAIN, QTensor
-from grouped_core.recipes import BoundRecipe
+from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes
 
 AnyArray = Array | np.ndarray
 """Types of an array operand; NumPy arrays become constants of the program."""
 
+jax.tree_util.register_static(Recipe)  # as a bound one may be an argument of `jit`, or part of a tree
 jax.tree_util.register_dataclass(GroupSizes, data_fields=["value"], meta_fields=["representative"])
 _QTENSOR_ARRAYS = ("values", "scales", "group_scales", "other", "group_sizes")
 _QTENSOR_FACTS = ("format", "axis", "shape", "dtype")

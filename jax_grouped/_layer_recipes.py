@@ -74,6 +74,12 @@ class RecipeLayer(nnx.Module):
         recipe = self.recipe
         if recipe is None or not recipe.takes_arrays:
             return recipe
+        has_keys = self.rounding is not None or rngs is not None
+        if (recipe.delayed and self.scaling is None) or (recipe.stochastic and not has_keys):
+            raise ValueError(
+                f"`recipe` of {type(self).__name__}: {recipe.name}, for which the layer has no state or no stream of "
+                "keys, expected the recipe that it was made with; pass this one to the constructor."
+            )
         state = None if self.scaling is None else self.scaling.get_value()
         return recipe.bind(state, self._key(recipe, rngs, index) if recipe.stochastic else None)
 

@@ -114,13 +114,13 @@ def prepare(
     sizes, rows_hint = (experts, 0) if of_tokens else unwrap(group_sizes)
     paired = isinstance(wi, (tuple, list))
     accum_wi, accum_wo = accumulators_of(n.accum, wgrad_accum, paired)
-    bound = as_bound(linear_spec.recipe_option(recipe))
+    bound, transposed = as_bound(linear_spec.recipe_option(recipe)), as_flag(n.transposed, rhs_transposed)
     o = Operands(
         operand_node(take_operand, n.x, x, "[T, K]" if of_tokens else "[M, K]"),
-        tuple(take(f"{n.wi}[{at}]", each, "[G, F, K]" if rhs_transposed else "[G, K, F]") for at, each in enumerate(wi))
+        tuple(take(f"{n.wi}[{at}]", each, "[G, F, K]" if transposed else "[G, K, F]") for at, each in enumerate(wi))
         if paired
-        else operand_node(take_operand, n.wi, wi, "[G, W, K]" if rhs_transposed else "[G, K, W]"),
-        operand_node(take_operand, n.wo, wo, "[G, K, F]" if rhs_transposed else "[G, F, K]"),
+        else operand_node(take_operand, n.wi, wi, "[G, W, K]" if transposed else "[G, K, W]"),
+        operand_node(take_operand, n.wo, wo, "[G, K, F]" if transposed else "[G, F, K]"),
         take(n.sizes, sizes, "[T, k]" if of_tokens else "[G]"),
         take(n.probs, weights, "[T, k]") if of_tokens else optional(n.probs, probs, "[M]"),
         optional(n.wi_bias, wi_bias, "[G, W]"),
@@ -137,7 +137,7 @@ def prepare(
     op = Mlp(
         n,
         activations.resolve(activation),
-        transposed=as_flag(n.transposed, rhs_transposed),
+        transposed=transposed,
         recipe=bound.recipe,
         residuals=residuals_option(residuals, can_offload=True),
         wgrad_dtype=linear_spec.dtype_option(wgrad_dtype),

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from grouped_core import lora
 from grouped_core.activations import Activation, resolve
-from grouped_core.formats import check_flags
+from grouped_core.formats import QTensor, check_flags
 from grouped_core.linear_spec import check_keywords
 from grouped_core.lora import LayerOptions
 from grouped_core.mlp_spec import Residuals, residuals_option
@@ -47,7 +47,13 @@ _OF_DROPOUT = "the dropout of its adapters"
 _OF_JITTER = "the jitter of its logits"
 
 
-def _value(param: nnx.Variable[Any] | None) -> Array | None:
+def _value(param: nnx.Variable[Any] | None) -> Any:
+    """The array of a parameter, or None. Raises TypeError: it was replaced by a `QTensor`."""
+    if param is not None and isinstance(param.get_value(), QTensor):
+        raise TypeError(
+            "a parameter of a layer of jax_grouped.nnx: a QTensor, expected an array; layers hold plain weights and "
+            "quantise them by their recipe, and the functions (ragged_dot, grouped_mlp, moe) take quantised ones."
+        )
     return None if param is None else param[...]
 
 
@@ -83,6 +89,11 @@ class _LoraLayer(RecipeLayer):
             setattr(self, f"{name}_b", nnx.LoRAParam(b))
         if self.lora.dropout:
             self.dropout = stream_of(rngs, "dropout", type(self).__name__, _OF_DROPOUT).fork()
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets the mode of this layer; `nnx.view` calls it."""
+        if deterministic is not None:
+            self.deterministic = deterministic
 
     def _factors(self, names: tuple[str, ...]) -> list[Array]:
         """A and B of each name; [] without adapters."""
@@ -207,9 +218,9 @@ class GroupedLinear(_LoraLayer):
         """
         x = as_array("x", x, "[M, K]")
         check_rank("linear", "x", "x", x.shape)
-        _layer_options.check_width("GroupedLinear", x, "in_features", "kernel", self.kernel[...].shape)
+        _layer_options.check_width("GroupedLinear", x, "in_features", "kernel", _value(self.kernel).shape)
         x, kernel, bias, *factors = _cast(
-            self.dtype, x, *self._frozen(self.kernel[...], _value(self.bias)), *self._factors(("lora",))
+            self.dtype, x, *self._frozen(_value(self.kernel), _value(self.bias)), *self._factors(("lora",))
         )
         how = self._lora_arguments(tuple(factors), rngs)
         return ragged_dot(x, kernel, group_sizes, bias=bias, recipe=self._bound_recipe(rngs), **how)
@@ -281,8 +292,8 @@ class _Experts(_LoraLayer):
 
     def _weights(self, x: Array) -> tuple[Any, ...]:
         """x, wi, wo, wi_bias, wo_bias, and A and B of both adapters, in the dtype of the computation."""
-        _layer_options.check_width(type(self).__name__, x, "hidden", "wi", self.wi[...].shape)
-        frozen = self._frozen(self.wi[...], self.wo[...], _value(self.wi_bias), _value(self.wo_bias))
+        _layer_options.check_width(type(self).__name__, x, "hidden", "wi", _value(self.wi).shape)
+        frozen = self._frozen(*map(_value, (self.wi, self.wo, self.wi_bias, self.wo_bias)))
         return _cast(self.dtype, x, *frozen, *self._factors(_ADAPTERS))
 
     def _adapted(self) -> dict[str, nnx.Param[Any]]:

@@ -248,10 +248,10 @@ def _prepare(
         return None if value is None else take(name, value, shape)
 
     sizes, rows_hint = unwrap(group_sizes)
-    bound = as_bound(linear_spec.recipe_option(recipe))
+    bound, transposed = as_bound(linear_spec.recipe_option(recipe)), as_flag(n.transposed, rhs_transposed)
     operands = _Operands(
         operand_node(take_operand, n.x, lhs, "[M, K]"),
-        operand_node(take_operand, n.w, rhs, "[G, N, K]" if rhs_transposed else "[G, K, N]"),
+        operand_node(take_operand, n.w, rhs, "[G, N, K]" if transposed else "[G, K, N]"),
         take(n.sizes, sizes, "[G]"),
         optional(n.bias, bias, "[G, N]"),
         optional(n.row_scale, row_scale, "[M]"),
@@ -264,7 +264,7 @@ def _prepare(
         wgrad_dtype = calls.spec_of(operands.w.master).dtype
     op = Linear(
         names=n,
-        transposed=as_flag(n.transposed, rhs_transposed),
+        transposed=transposed,
         recipe=bound.recipe,
         fp32=fp32_mode(precision),
         scale_bias=as_flag(n.scale_bias, scale_bias),

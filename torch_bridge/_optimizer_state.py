@@ -14,6 +14,7 @@ from grouped_core.layout_steps import run_steps
 from grouped_core.layouts import Layout, layout_option, unwrapped_paths
 from grouped_core.safetensors_file import Facts
 from torch_bridge._checkpoint_layers import of_linears, of_mlps
+from torch_bridge._checks import is_distributed
 from torch_bridge._layout_arrays import TORCH, name_of
 
 Names = Module | Mapping[str, Tensor] | Sequence[str]
@@ -106,6 +107,12 @@ def convert_optimizer(
                 raise ValueError(
                     f"`{kind}` of `{lacking[0]}`: missing, expected one as of the {len(move.sources)} parameters that "
                     f"become `{move.targets[0]}`; train all experts of a layer, or none."
+                )
+            if move.steps and is_distributed(*(tensors[name] for name in move.sources)):
+                raise ValueError(
+                    f"`{kind}` of `{move.sources[0]}`: a DTensor that would become `{move.targets[0]}`, expected plain "
+                    "tensors where parameters change their form; convert before they are sharded, or gather them first "
+                    "(torch.distributed.checkpoint.state_dict with `full_state_dict=True`)."
                 )
             parts = run_steps(move.steps, [tensors[name] for name in move.sources], TORCH)
             for name, part in zip(move.targets, parts, strict=True):

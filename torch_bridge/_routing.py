@@ -197,7 +197,8 @@ def _chosen(op: Router, group: str | None, o: RouterOperands) -> _Chosen:
         (counts,) = summed(group, sums[1])
         of_losses = call(LOSSES, LossFacts(op), LossOperands(probs, counts, stats, dropped), 0)
     values, slopes, z_slope, lost, overflow = of_losses
-    aux_loss, z_loss, entropy = values.unbind()
+    # NOTE: no views, which PyTorch does not let users change in place if they come from one function together.
+    aux_loss, z_loss, entropy = (torch.ops.aten._unsafe_view(each, ()) for each in values.unbind())
     flag = overflow != 0 if is_compiling() else overflow.view(torch.bool)  # inductor of PyTorch 2.11 has no such view
     metrics = (aux_loss, z_loss, entropy, lost.reshape(()), flag.reshape(()))
     routed = Routed(weights, experts, load.reshape(-1), *metrics)

@@ -204,7 +204,13 @@ def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., No
 
     def hook(module: Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
         inside = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        targets = {key: _facts(value) for key, value in module.state_dict().items() if isinstance(value, Tensor)}
+        held = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
+        if spread := [key for key, value in held.items() if is_distributed(value)]:
+            raise ValueError(
+                f"`{prefix}{spread[0]}` beside `load_hook`: a DTensor, expected a plain parameter; load before the "
+                "module is sharded, or convert the checkpoint first and use torch.distributed.checkpoint."
+            )
+        targets = {key: _facts(value) for key, value in held.items()}
         known = unwrapped_paths({**of_mlps({"": module}), **of_linears({"": module})})
         linears = known if interleave is not None else {}  # else taken as they are, as in `load`
         asked: dict[str, int | None] = {}
@@ -357,8 +363,9 @@ def _own_experts(
         of_one = mesh.size() > 1 and key[-1].isdigit()  # a parameter per expert, cut by FSDP2
         if given is None or of_one or not place.is_shard(axis) or value.shape[axis] % mesh.size():
             raise ValueError(
-                f"`{key}` of a checkpoint: a DTensor placed {value.placements} on {mesh.ndim} axes, expected experts "
-                "in equal parts over one axis; redistribute it, or use torch.distributed.checkpoint."
+                f"`{key}` of the model beside a checkpoint: a DTensor placed {value.placements} over {mesh.ndim} axes "
+                f"of {mesh.size()} ranks, shape {tuple(value.shape)}, expected experts in equal parts over one axis; "
+                "redistribute it, or use torch.distributed.checkpoint."
             )
         if shard not in (None, given):
             raise ValueError(

@@ -4,7 +4,7 @@
 // 264 blocks on Hopper, two per SM, of 320 threads. A tile is 64 rows x 128 columns of one group, or 8 x 1024 where
 // rows alone are stored: 8 warps with 8 rows x 128 columns each, 4 columns of 8 rows per lane. A step of a block:
 //
-//     workers   cp.async of tile i + 5 | amax of tile i + 4, which the step before has asked for | codes of tile i
+//     workers   cp.async of tile i + 5 | codes of tile i | amax of tile i + 5
 //     planner   draws a tile, finds it, asks whether the scale of tile i + 1 is known: the next step
 //     publisher atomicMax on the amax of the group, one more of its tiles; behind the last one its scale
 //
@@ -37,7 +37,7 @@ constexpr int kWarpUnits = kVector * kPieces;  // of 16 bytes, of a warp
 constexpr int kSlotUnits = kWarpUnits * kStoreWarps;
 constexpr int kSlotBytes = kSlotUnits * static_cast<int>(sizeof(uint4));
 constexpr int kHeldPerBlock = 4;                    // tiles of a group that a block holds while others come and go
-constexpr int kLeastSlots = 3;                      // one that is loaded, one that is stored, and one between
+constexpr int kLeastSlots = 3;                      // one that is loaded, one that is stored, and one that waits
 constexpr int64_t kMostWeight = int64_t{16} << 20;  // bytes of a weight that the grid holds
 
 template <bool kWide>
@@ -163,6 +163,21 @@ __device__ inline void put_group_scale(const StoreProblem& p, int group, float s
   if (p.forms[1].group_scales) p.forms[1].group_scales[group] = inverse;
 }
 
+// What a step stores, by all workers.
+template <DType kFrom, int kForms>
+__device__ inline void store_tile(const StoreProblem& p, const HeldStep& step, const uint4* slots, Shared* s) {
+  constexpr bool kWide = kForms == kRows;
+  const HeldTile& tile = s->held.tiles[info_of(step.store)];
+  if (tile.group == p.scan.count) return store_nothing(p, tile, HeldShape<kWide>::kRows, kHeldWorkers);
+  if (threadIdx.x == 0 && tile.row == 0 && tile.column == 0) put_group_scale(p, tile.group, step.scale);
+  uint32_t codes[kVector];
+  with_type(p.type, [&](auto type) {
+    encode_rows<decltype(type), kFrom>(slots + slot_of(step.store) * kSlotUnits, step.scale, codes);
+  });
+  if constexpr ((kForms & kRows) != 0) put_row_codes<kWide>(p, tile, codes);
+  if constexpr ((kForms & kColumns) != 0) put_column_codes(p, tile, codes, s);
+}
+
 template <DType kFrom, int kForms, bool kGather>
 __global__ void __launch_bounds__(kHeldThreads, kBlocks)
     store_current(const __grid_constant__ StoreLaunch p, const __grid_constant__ HeldPlan plan) {
@@ -196,26 +211,13 @@ __global__ void __launch_bounds__(kHeldThreads, kBlocks)
     if (step.load >= 0) {
       load_tile<kFrom, kWide, kGather>(p, s->held.tiles[info_of(step.load)], slots + slot_of(step.load) * kSlotUnits);
     }
-    commit_copies();
-    wait_copies<1>();  // all but those of this step
+    if (step.store >= 0) store_tile<kFrom, kForms>(p, step, slots, s);
+    wait_all_copies();
     __syncwarp();
-    if (step.measure >= 0) {
-      const uint32_t amax = largest_of_warp<kFrom>(slots + slot_of(step.measure) * kSlotUnits);
+    if (step.measures) {
+      const uint32_t amax = largest_of_warp<kFrom>(slots + slot_of(step.load) * kSlotUnits);
       if (threadIdx.x % 32 == 0) tell_amax(&s->held, step, amax);
     }
-    if (step.store < 0) continue;
-    const HeldTile& tile = s->held.tiles[info_of(step.store)];
-    if (tile.group == p.scan.count) {
-      store_nothing(p, tile, Tile::kRows, kHeldWorkers);
-      continue;
-    }
-    if (threadIdx.x == 0 && tile.row == 0 && tile.column == 0) put_group_scale(p, tile.group, step.scale);
-    uint32_t codes[kVector];
-    with_type(p.type, [&](auto type) {
-      encode_rows<decltype(type), kFrom>(slots + slot_of(step.store) * kSlotUnits, step.scale, codes);
-    });
-    if constexpr ((kForms & kRows) != 0) put_row_codes<kWide>(p, tile, codes);
-    if constexpr ((kForms & kColumns) != 0) put_column_codes(p, tile, codes, s);
   }
 }
 

@@ -234,6 +234,15 @@ def test_refusals() -> None:
         layer_of("mlp", recipes.NVFP4.bind())
     with asserts.refused(TypeError, ("`rngs` of GroupedLinear", "int", "a key of jax.random", "pass one of them")):
         apply(layer_of("linear", recipes.NVFP4), rows(), rngs=3)
+    for recipe in (DELAYED, recipes.NVFP4):
+        layer = layer_of("moe", None)
+        layer.recipe = recipe
+        with asserts.refused(ValueError, ("`recipe` of MoE", recipe.name, "that it was made with", "the constructor")):
+            apply(layer, rows())
+    layer = layer_of("linear", None)
+    layer.kernel.set_value(jax_grouped.quantize(layer.kernel[...], "mxfp8", axis=1))
+    with asserts.refused(TypeError, ("a parameter of a layer", "a QTensor", "plain weights", "ragged_dot")):
+        apply(layer, rows())
 
 
 @pytest.mark.rule("ERR-1")

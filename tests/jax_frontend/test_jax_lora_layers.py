@@ -155,6 +155,20 @@ def test_nnx_layers_have_a_stream_of_their_own():
     assert np.any(np.asarray(module(X, SIZES)) != np.asarray(first))
 
 
+@pytest.mark.rule("LOR-1")
+def test_views_have_a_mode_of_their_own():
+    """`nnx.view` finds the layers' mode, as it finds that of Flax's dropout."""
+    rngs = flax_nnx.Rngs(0)
+    module: Any = flax_nnx.Sequential(
+        flax_nnx.Dropout(0.5, rngs=rngs), nnx.MoE(H, F, G, 2, jitter=0.5, lora_rank=R, lora_dropout=0.5, rngs=rngs)
+    )
+    quiet: Any = flax_nnx.view(module, deterministic=True)
+    x = made(12, H, seed=1).astype(jnp.float32)
+    asserts.bitwise(quiet(x)[0], quiet(x)[0])
+    assert [each.deterministic for each in (*quiet.layers, *module.layers)] == [True, True, False, False]
+    assert flax_nnx.view(quiet, deterministic=False).layers[1].deterministic is False
+
+
 @pytest.mark.rule("LOR-1", "ERR-1")
 def test_linen_layers_need_keys_of_dropout():
     with pytest.raises(Exception, match="dropout"):

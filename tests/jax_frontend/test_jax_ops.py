@@ -842,3 +842,13 @@ def test_options_that_are_true_or_false_take_nothing_else(name):
     x, w, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 4)), jnp.array([3, 3])
     with asserts.refused(TypeError, [f"`{name}`: 'False'", "expected True or False", "pass one of them"]):
         jg.ragged_dot(x, w, sizes, **{name: "False"})
+    with asserts.refused(TypeError, [f"`{name}`: ", "Tracer", "expected True or False", "pass one of them"]):
+        jax.jit(lambda flag: jg.ragged_dot(x, w, sizes, **{name: flag}))(False)
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("name", ["scaling", "dropout"])
+def test_options_of_an_adapter_are_known_when_the_function_is_called(name):
+    x, w, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 4)), jnp.array([3, 3])
+    with asserts.refused(ValueError, [f"`lora_{name}`: ", "Tracer", "known when the function is called", "pass a"]):
+        jax.jit(lambda value: jg.ragged_dot(x, w, sizes, lora=(w[..., :2], w[:, :2]), **{f"lora_{name}": value}))(0.5)

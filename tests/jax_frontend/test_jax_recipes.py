@@ -131,7 +131,20 @@ def test_a_bound_recipe_is_rebuilt_with_any_leaves():
     assert "router" in layer.tabulate(keys, normal(M, K, dtype=jnp.float32))
 
 
+def test_a_recipe_is_a_static_argument():
+    """As one that is bound may be an argument, or be part of a tree of parameters."""
+    x, w = normal(M, K), normal(G, K, N)
+    wanted = jax_grouped.ragged_dot(x, w, SIZES, recipe=recipes.FP8Block)
+    same(jax.checkpoint(jax_grouped.ragged_dot)(x, w, SIZES, recipe=recipes.FP8Block), wanted)
+    expert = jax_grouped.SharedExpert(w[:1, :, :64], w[:1, :32, :64], None, recipes.FP8Block)
+    assert len(jax.tree.leaves(expert)) == 2
+    assert jax.jit(lambda given: given)(expert).recipe is recipes.FP8Block
+
+
 def test_what_is_no_state_is_refused():
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), jax_grouped.scaling_state(DELAYED, G))
+    with asserts.refused(ValueError, ["`scale` of a state", "bfloat16", "expected float32", "cast"]):
+        jax_grouped.update_scaling(rounded)
     bound = DELAYED.bind(jax_grouped.scaling_state(DELAYED, G))
     with asserts.refused(TypeError, ["`state`:", "BoundRecipe", "a ScalingState", "scaling_state"]):
         jax_grouped.update_scaling(bound)

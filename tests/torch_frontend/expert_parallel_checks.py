@@ -496,6 +496,23 @@ def tokens_of_another_dtype_are_cast_before_they_are_sent(mesh: DeviceMesh) -> N
 
 
 @check
+def a_shared_expert_reads_tokens_as_they_came(mesh: DeviceMesh) -> None:
+    """Experts of other ranks get them cast; what runs here, and the sum of both gradients, is as on one rank."""
+    x = drawn(mesh, mesh.size() * T, H, seed="x")
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
+        torch.manual_seed(3)
+        one = nn.MoE(H, F, E, K, shared_dim=16, shared_gate=True, dtype=dtype).to(mesh.device_type)
+        ours = parallel.shard_experts(copy.deepcopy(one), mesh)
+        whole, part = leaf(x), leaf(own_part(x, mesh))
+        with torch.autocast(mesh.device_type, dtype=torch.bfloat16, enabled=autocast):
+            y, y2 = one(whole)[0], ours(part)[0]
+        y.float().square().sum().backward()
+        y2.float().square().sum().backward()
+        asserts.bitwise(all_parts(y2.detach()), y.detach(), f"y, {dtype}")
+        asserts.bitwise(all_parts(part.grad), whole.grad, f"dx, {dtype}")
+
+
+@check
 def selective_checkpointing_sends_nothing_twice(mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     router, wi, wo = weights_of(mesh, torch.float32)

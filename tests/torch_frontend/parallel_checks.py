@@ -192,6 +192,9 @@ def a_sharded_state_dict_loads_into_either_form(mesh: DeviceMesh) -> None:
         s = _setup("GroupedMLP", listed, mesh)
         plain = copy.deepcopy(s.module)
         fully_shard(s.module, mesh=mesh)
+        twin = _setup("GroupedMLP", not listed, mesh).module
+        with asserts.refused(ValueError, ["checkpoint: `linear_fc1.weight", "a DTensor", "`full_state_dict=True`"]):
+            fully_shard(twin, mesh=mesh).load_state_dict(s.module.state_dict())
         state = get_model_state_dict(s.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if mesh.get_rank():
             continue  # rank 0 has it
@@ -535,6 +538,76 @@ def fsdp2_gives_the_mean_of_the_gradients_of_a_whole_layer(mesh: DeviceMesh) -> 
             y, aux = each(x)
             (y.square().sum() + aux.aux_loss).backward()
         _same_gradients(module, plain)
+
+
+class _Residual(torch.nn.Module):
+    """A layer whose result its caller changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = nn.MoE(32, 16, 4, 2, aux_coeff=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, aux = self.moe(x)
+        y += x
+        loss = aux.aux_loss
+        loss += y.square().sum()
+        return loss
+
+
+@check
+def results_of_a_sharded_layer_may_change_in_place(mesh: DeviceMesh) -> None:
+    for shape in ((12, 32), (3, 4, 32)):
+        torch.manual_seed(3)
+        module = _Residual().to(mesh.device_type)
+        plain = copy.deepcopy(module)
+        fully_shard(module.moe, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        x = torch.from_numpy(draw(12, 32, seed=mesh.get_rank())).reshape(shape).to(mesh.device_type)
+        for each in (module, plain):
+            each(x).backward()
+        _same_gradients(module, plain)
+
+
+@check
+def sharded_weights_without_memory_are_drawn(mesh: DeviceMesh) -> None:
+    """What FSDP2 calls deferred initialisation, and experts of several ranks."""
+    for spread in (fully_shard, parallel.shard_experts):
+        for single in (True, False)[: 1 if spread is parallel.shard_experts else 2]:
+            with torch.device("meta"):
+                layer = nn.MoE(32, 16, 4, 2, shared_dim=24, single_grouped_weight=single)
+            spread(layer, mesh=mesh)
+            layer.to_empty(device=mesh.device_type)
+            with torch.no_grad():
+                for each in layer.parameters():
+                    each.fill_(9.0)
+            layer.reset_parameters()
+            for name, each in layer.named_parameters():
+                whole = each.full_tensor() if isinstance(each, DTensor) else each
+                bound = max(whole.shape[-1] ** -0.5, 32**-0.5)
+                assert 0.8 * bound < whole.abs().max() <= bound, name
+
+
+@check
+def conversions_of_sharded_modules_are_refused(mesh: DeviceMesh) -> None:
+    module = nn.MoE(32, 16, 4, 2, shared_dim=24).to(mesh.device_type)
+    module.register_load_state_dict_pre_hook(checkpoint.load_hook("hugging_face"))
+    whole = checkpoint.convert(module.state_dict(), "torch_bridge", "hugging_face")
+    fully_shard(module, mesh=mesh)
+    with asserts.refused(ValueError, ["beside `load_hook`", "a DTensor", "before the module is sharded"]):
+        module.load_state_dict(whole)
+    listed = nn.MoE(32, 16, 4, 2, single_grouped_weight=False).to(mesh.device_type)
+    packed = nn.MoE(32, 16, 4, 2).to(mesh.device_type)
+    fully_shard(listed, mesh=mesh)
+    fully_shard(packed, mesh=mesh)
+    optimizer = torch.optim.AdamW(listed.parameters())
+    listed(torch.ones(8, 32, device=mesh.device_type))[0].sum().backward()
+    optimizer.step()
+    with asserts.refused(ValueError, ["`exp_avg` of `experts.", "a DTensor that would become", "full_state_dict"]):
+        checkpoint.convert_optimizer(optimizer.state_dict(), listed, packed)
+    same = checkpoint.convert_optimizer(optimizer.state_dict(), listed, listed)
+    optimizer.load_state_dict(same)
+    optimizer.step()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

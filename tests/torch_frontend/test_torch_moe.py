@@ -686,4 +686,26 @@ def test_weights_of_other_experts_are_named() -> None:
 def test_rows_of_tokens_come_back_as_no_view(shared_dim: int | None) -> None:
     """FSDP2 loses the gradients of a layer whose result is a view that is changed in place."""
     layer = nn.MoE(32, 16, 4, 2, shared_dim=shared_dim)
-    assert not layer(torch.ones(6, 32))[0]._is_view()
+    for shape in ((6, 32), (2, 3, 32), (32,)):
+        y = layer(torch.ones(shape))[0]
+        assert not y._is_view()
+        assert y.shape == shape
+
+
+def test_losses_may_be_added_in_place():
+    """As training loops add them up over layers: results of one function that are views together refuse that."""
+    layer, x, found = nn.MoE(32, 16, 4, 2, aux_coeff=0.5, z_coeff=0.1), torch.randn(6, 32), []
+    for in_place in (False, True):
+        layer.zero_grad()
+        y, aux = layer(x)
+        kept, loss = [each.item() for each in (aux.z_loss, aux.entropy)], aux.aux_loss
+        if in_place:
+            loss += aux.z_loss
+            loss += y.square().mean()
+        else:
+            loss = loss + aux.z_loss + y.square().mean()
+        assert [each.item() for each in (aux.z_loss, aux.entropy)] == kept
+        loss.backward()
+        found.append([loss.detach(), *(each.grad for each in layer.parameters())])
+    for mine, theirs in zip(*found, strict=True):
+        asserts.bitwise(mine, theirs)

@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from grouped_core.activations import Activation
 from grouped_core.layouts import join
+from torch_bridge._checks import is_distributed
 
 _COLUMNS = "interleave"
 """The entry of a module in the metadata of a state dict: the blocks of `columns`."""
@@ -42,8 +43,8 @@ def adapt(
             groups.
 
     Raises:
-        ValueError: both layouts of parameters are present, the indexed one is incomplete, or the grouped one cannot be
-            split.
+        ValueError: both layouts of parameters are present, the indexed one is incomplete, the grouped one cannot be
+            split, or the form changes and tensors are sharded.
     """
     whole = f"{prefix}{kind}{suffix}"
     indexed = [f"{prefix}{kind}{group}{suffix}" for group in range(groups)]
@@ -52,6 +53,12 @@ def adapt(
         raise ValueError(
             f"checkpoint: both `{whole}` and `{found[0]}` ({len(found)} indexed entries), expected one of the two "
             "forms; remove the other."
+        )
+    changed = found if grouped else [key for key in (whole,) if key in state]
+    if changed and is_distributed(*(state[key] for key in changed)):
+        raise ValueError(
+            f"checkpoint: `{changed[0]}`: a DTensor, expected a plain tensor where packed and indexed parameters "
+            "become each other; take the state dict with `full_state_dict=True`, or load into the same form."
         )
     if grouped and found:
         missing = [str(group) for group, key in enumerate(indexed) if key not in state]

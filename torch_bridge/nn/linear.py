@@ -146,7 +146,8 @@ class GroupedLinear(ScaledModule):
     def reset_parameters(self) -> None:
         """Draws new values: uniform within 1/sqrt(K), group by group, the same for packed and indexed parameters.
 
-        It also resets the state of delayed scaling.
+        DTensors are drawn as PyTorch draws them, so their values are others than those of plain parameters. It also
+        resets the state of delayed scaling.
         """
         bound = 1 / math.sqrt(self.in_features)
         self.reset_state()  # before quantised weights are drawn, which use its scales
@@ -156,7 +157,7 @@ class GroupedLinear(ScaledModule):
                     parameter = getattr(self, name)
 
                     def draw(whole: Tensor, packed: bool = name == kind) -> None:
-                        for member in whole.unbind() if packed else (whole,):
+                        for member in whole.unbind() if packed and not is_distributed(whole) else (whole,):
                             member.uniform_(-bound, bound)
 
                     if isinstance(parameter, QuantizedWeight):

@@ -330,7 +330,8 @@ class MoE(OrderedColumns):
             **self.routing,
         )
         if self.transport is not None:
-            tokens = cast_rows(tokens, compute_dtype(tokens, self.experts.linear_fc1.weight_parameters()[0].dtype))
+            # The shared expert and its gate read tokens as they came, as on one rank.
+            sent = cast_rows(tokens, compute_dtype(tokens, self.experts.linear_fc1.weight_parameters()[0].dtype))
             layer = Layer(
                 *(self.process_group, self.transport, self.num_experts, self.chunks),
                 lambda _, *arrived, room: self.experts(
@@ -338,7 +339,7 @@ class MoE(OrderedColumns):
                 ),
                 partial(self._shared, tokens, is_first_microbatch),
             )
-            y, aux = layer.run(tokens, weights, chosen, aux)
+            y, aux = layer.run(sent, weights, chosen, aux)
             return _shaped_as(x, y), aux
         y = self.experts(tokens, chosen, weights, is_first_microbatch=is_first_microbatch)
         shared = self._shared(tokens, is_first_microbatch)
@@ -430,8 +431,8 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _shaped_as(x: Tensor, y: Tensor) -> Tensor:
-    """y [T, H] as x [..., H]: no view where it has that shape, for FSDP2 loses gradients of views that are changed."""
-    return y if x.dim() == 2 else y.reshape(x.shape)
+    """y [T, H] as x [..., H], which is no view of y: FSDP2 loses gradients of views that are changed in place."""
+    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, x.shape)
 
 
 def _of_tokens(x: Tensor, mask: Any, experts: Any) -> tuple[Any, Any]:

@@ -60,9 +60,10 @@ struct HeldTile : SourceTile {
 
 // What a block does in one step: tiles as held_at() has them, or -1.
 struct HeldStep {
-  int load, measure, store;  // measured is what the step before has loaded
-  uint32_t measured;         // tiles before this step
-  float scale;               // of what is stored
+  int load, store;
+  bool measures;      // what it loads
+  uint32_t measured;  // tiles before this step
+  float scale;        // of what is stored
   bool done;
 };
 
@@ -199,7 +200,6 @@ __device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, He
   const int lane = threadIdx.x % 32;
   const uint32_t slots = static_cast<uint32_t>(plan.slots), most_redo = static_cast<uint32_t>(plan.most_redo);
   uint32_t head = 0, tail = 0;      // tiles that were stored or forgotten, and loaded: those between are in slots
-  int fresh = -1;                   // what the step before loads
   uint32_t measured = 0, seen = 0;  // tiles; behind the last item that was drawn
   uint32_t redo_first = 0, redo_count = 0;
   uint32_t scale = 0;
@@ -218,18 +218,17 @@ __device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, He
     if (lane == 0) s->tiles[info_of(at)] = tile;
     __syncwarp();
   };
-  // `loaded`: by the step before.
-  const auto emit = [&](int load, int loaded, int store, bool done = false) {
-    const bool measures = loaded >= 0 && s->tiles[info_of(loaded)].kind & kMeasures;
+  const auto emit = [&](int load, int store, bool done = false) {
+    const bool measures = load >= 0 && s->tiles[info_of(load)].kind & kMeasures;
     if (measures) {
       while (measured - read_by_warp(s->published) >= HeldShared::kQueue) __nanosleep(50);
     }
     if (lane == 0) {
       if (measures) {
-        const HeldTile& tile = s->tiles[info_of(loaded)];
+        const HeldTile& tile = s->tiles[info_of(load)];
         s->measured_tiles[measured % HeldShared::kQueue] = {tile.group, tile.of_group};
       }
-      s->steps[turn] = {load, measures ? loaded : -1, store, measured, __uint_as_float(scale & ~kTold), done};
+      s->steps[turn] = {load, store, measures, measured, __uint_as_float(scale & ~kTold), done};
     }
     if (measures) ++measured;
     if (done && lane == 0) s->end = measured + 1;
@@ -248,9 +247,8 @@ __device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, He
         tile.kind = kStores;
         const int at = held_at(kHeldInfos + again, tail_slot);
         keep(at, tile);
-        emit(at, fresh, -1);
-        emit(-1, -1, at);
-        fresh = -1;
+        emit(at, -1);
+        emit(-1, at);
         again ^= 1;
         redo_first = redo_first + 1 == most_redo ? 0 : redo_first + 1;
         hurried = --redo_count != 0;
@@ -265,9 +263,9 @@ __device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, He
     int load = -1, store = -1;
     bool ends = false;  // the oldest tile is done with
     if (head != tail) {
-      const int kind = oldest().kind, group = oldest().group, at = held_at(head % kHeldInfos, head_slot);
-      ends = !(kind & kStores) || group == p.scan.count || (at != fresh && is_told(group));
-      if (ends && kind & kStores) store = at;
+      const int kind = oldest().kind, group = oldest().group;
+      ends = !(kind & kStores) || group == p.scan.count || is_told(group);
+      if (ends && kind & kStores) store = held_at(head % kHeldInfos, head_slot);
     }
     if (draws) {
       HeldTile tile;
@@ -287,9 +285,8 @@ __device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, He
       ++head;
       head_slot = next_slot(head_slot);
     }
-    if (load >= 0 || store >= 0 || fresh >= 0) {
-      emit(load, fresh, store);
-      fresh = load;
+    if (load >= 0 || store >= 0) {
+      emit(load, store);
       looks = 0;
       continue;
     }
@@ -309,7 +306,7 @@ __device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, He
       hurried = true;
     }
   }
-  emit(-1, -1, -1, true);
+  emit(-1, -1, true);
 }
 
 // The warp that publishes amaxes of tiles, of as many at once as there are, and the scale of a group behind its last
