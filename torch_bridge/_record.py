@@ -525,7 +525,7 @@ def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
         raise ValueError(
             "operands of a torch_bridge operator: tensors without memory (an empty storage), or a list of mixed ones, "
             "expected plain tensors; call grouped_linear, which reports the argument that is wrong. In backward: FSDP2 "
-            "took back a weight that it did not gather again, because a result of its module was changed in place."
+            "did not gather a weight again, for example because a result of its module was changed in place."
         )
     return first.device
 

@@ -89,6 +89,19 @@ __device__ __forceinline__ void load_row(const ActivatedProblem& p, Sources& fro
   if (kGrad) from.grad += p.hidden.width;
 }
 
+// Row i of a tile, out of the rings; the row kAhead behind it, of the tile or of `next`, is asked for in its place.
+template <bool kGrad, bool kGated>
+__device__ __forceinline__ void take_row(const ActivatedProblem& p, const StoreTile& next, bool loads, int i,
+                                         Ring* ring, Sources& ahead, uint4& gate, uint4& linear, uint4& grad) {
+  wait_copies<kAhead - 1>();
+  uint4* mine = &ring[0][i % kAhead][threadIdx.x];
+  gate = mine[0];
+  if (kGated) linear = mine[kRing];
+  if (kGrad) grad = mine[(kGated ? 2 : 1) * kRing];
+  if (i == kVector - kAhead) ahead = sources_of(p, next, loads);
+  load_row<kGrad, kGated>(p, ahead, (i + kAhead) % kVector < ahead.count, mine);
+}
+
 template <class T>
 __device__ inline uint2 codes_of(const uint4& bits, float factor) {
   const auto pair = [&](int i) {
@@ -160,13 +173,8 @@ __device__ __forceinline__ uint32_t activate_rows_of(const ActivatedProblem& p, 
   if (stores_activated) none_activated = encode_activated(uint4{});
 #pragma unroll 1
   for (int i = 0; i < kVector; ++i) {
-    wait_copies<kAhead - 1>();
-    uint4* mine = &ring[0][i % kAhead][threadIdx.x];
-    uint4 gate = mine[0], linear = {}, t = {};
-    if (kGated) linear = mine[kRing];
-    if (kGrad) t = mine[(kGated ? 2 : 1) * kRing];
-    if (i == kVector - kAhead) ahead = sources_of(p, next, loads);
-    load_row<kGrad, kGated>(p, ahead, (i + kAhead) % kVector < ahead.count, mine);  // where row i was
+    uint4 gate, linear = {}, t = {};
+    take_row<kGrad, kGated>(p, next, loads, i, ring, ahead, gate, linear, t);
     uint2 made[2] = {none[0], none[1]}, made_activated = none_activated;
     float sum = 0.0f;
     if (i < count) {
@@ -237,13 +245,8 @@ __device__ __forceinline__ Largest measure_rows_of(const ActivatedProblem& p, co
   uint32_t largest = 0, largest_activated = 0;
 #pragma unroll 1
   for (int i = 0; i < kVector; ++i) {
-    wait_copies<kAhead - 1>();
-    uint4* mine = &ring[0][i % kAhead][threadIdx.x];
-    uint4 gate = mine[0], linear = {}, t = {};
-    if (kGated) linear = mine[kRing];
-    if (kGrad) t = mine[(kGated ? 2 : 1) * kRing];
-    if (i == kVector - kAhead) ahead = sources_of(p, next, loads);
-    load_row<kGrad, kGated>(p, ahead, (i + kAhead) % kVector < ahead.count, mine);
+    uint4 gate, linear = {}, t = {};
+    take_row<kGrad, kGated>(p, next, loads, i, ring, ahead, gate, linear, t);
     const float scale = __shfl_sync(~0u, scales, lane / kLanes * kLanes + i);
     const auto bound = bounds_of(gate, linear, t, scale);
     const bool may = bound.result >= seen->result || (sees_activated && bound.activated >= seen->activated);

@@ -28,8 +28,9 @@ GROUPED_MATH ActivationBound activation_bound(const ActivationSpec& spec) {
   if constexpr (kKind == K::relu) return {0.0f, std::numeric_limits<float>::infinity(), 1.0f, 0.0f};
   if constexpr (kKind == K::quick_gelu || kKind == K::quick_geglu || kKind == K::clamped_qgeglu) {
     const float offset = kKind == K::clamped_qgeglu ? activation_math::magnitude(spec.offset) : 0.0f;
-    if (spec.alpha > 0 && spec.alpha <= std::numeric_limits<float>::max())
+    if (spec.alpha > 0 && spec.alpha <= std::numeric_limits<float>::max()) {
       return {kSiluLeast / spec.alpha, 0.5f * spec.alpha, kSiluMost, offset};
+    }
   }
   constexpr float kUnknown = std::numeric_limits<float>::quiet_NaN();
   return {kUnknown, kUnknown, kUnknown, kUnknown};

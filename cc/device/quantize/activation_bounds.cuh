@@ -4,7 +4,7 @@
 // activation_bound() in bf16, two values per instruction. A step rounds by at most 2^-9. Constants and the row's scale
 // are raised by kSlack, so each factor is a bound itself and is infinite where the exact one is; four more steps, at
 // most, are in kSlack once more. kTiny is added to products, so that one that is subnormal, which may lose more, is not
-// below the exact one, and no bound is zero. Steps keep NaN, and an infinite gate gives NaN: the bits of infinities and
+// below the exact one. Steps keep NaN, and an infinite gate gives NaN: the bits of infinities and
 // of NaN are above those of all numbers.
 #pragma once
 
