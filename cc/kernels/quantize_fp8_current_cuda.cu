@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(kHeldThreads, kBlocks)
   begin_held(&s->held);
   const int warp = threadIdx.x / 32;
   if (warp == kStoreWarps) {
-    return plan_steps(p, plan, &s->held, redo, [&](uint32_t item, int near, HeldTile* tile) {
+    WarpPlanner planner = {p, &s->held, static_cast<int>(threadIdx.x % 32)};
+    return plan_steps(planner, plan, p.scan.count, redo, [&](uint32_t item, int near, HeldTile* tile) {
       return find_held<Tile::kRows, Tile::kColumns>(p, plan, table, item, near, tile);
     });
   }

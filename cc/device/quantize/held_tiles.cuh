@@ -1,54 +1,17 @@
 // Tiles that a block holds in shared memory from the measuring of their values to the storing of their codes, because
-// the scale of a group wants the amax of all of its values first. What is here is the order of that work, without
-// values and codes; quantize_fp8_current_cuda.cu draws the pipeline.
-//
-// Blocks draw items from a counter. An item is a tile that is measured and stored. Of a group with more row tiles than
-// the grid holds (HeldPlan) the first ones are measured alone, and come a second time behind the others, last first.
-//
-// A block waits for tiles alone that running blocks have drawn, so it does not matter which blocks run. Where all of
-// its slots wait for long for a group of which tiles may still have to be drawn, mostly because fewer blocks run than
-// the grid has, it forgets the values of its oldest tile, measures on, and reads them again when the group's scale is
-// known (`redo`). It does so too for a slot in which it can read again what it had forgotten.
+// the scale of a group wants the amax of all of its values first. held_order.h has the order of that work; what is here
+// are tiles and what a block shares, without values and codes. quantize_fp8_current_cuda.cu draws the pipeline.
 #pragma once
 
+#include "cc/device/quantize/held_order.h"
 #include "cc/device/quantize/tiles.cuh"
 
 namespace grouped {
 
 constexpr int kHeldWorkers = kStoreThreads;
 constexpr int kHeldThreads = kHeldWorkers + 64;  // and a warp that plans, and one that publishes
-constexpr int kMostSlots = 8;
-constexpr int kHeldInfos = 16;  // a tile is known until the step that stores it has ended
-static_assert(kMostSlots + 3 < kHeldInfos);
-
-// Division of numbers below 2^31 by a number that the host knows.
-struct Divider {
-  uint32_t divisor, multiplier;
-  int shift;
-
-  static Divider of(uint32_t divisor) {
-    int bits = 0;
-    while (uint64_t{1} << bits < divisor) ++bits;
-    const uint64_t one = uint64_t{1} << (31 + bits);
-    return {divisor, static_cast<uint32_t>((one + divisor - 1) / divisor), 31 + bits};
-  }
-  __device__ uint32_t operator()(uint32_t value) const {
-    return static_cast<uint32_t>(uint64_t{value} * multiplier >> shift);
-  }
-};
-
-// Of one launch.
-struct HeldPlan {
-  Divider column_tiles;
-  Divider weight_items;  // in rows: items of a weight
-  int slots;             // tiles that a block holds
-  int held_rows;         // row tiles of a group that the grid holds
-  int most_redo;         // entries of `redo`: more than those, and one
-};
 
 namespace device {
-
-enum HeldKind : int { kMeasures = 1, kStores = 2 };  // what an item asks for, a set
 
 struct HeldTile : SourceTile {
   int kind;
@@ -58,38 +21,22 @@ struct HeldTile : SourceTile {
   int count;          // rows of the transposed form, padding included
 };
 
-// What a block does in one step: tiles as held_at() has them, or -1.
-struct HeldStep {
-  int load, store;
-  bool measures;      // what it loads
-  uint32_t measured;  // tiles before this step
-  float scale;        // of what is stored
-  bool done;
-};
-
-// A tile's entry in HeldShared, and the slot of its values.
-__device__ inline int held_at(int info, int slot) { return info << 8 | slot; }
-__device__ inline int info_of(int at) { return at >> 8; }
-__device__ inline int slot_of(int at) { return at & 0xFF; }
-
 struct HeldShared {
-  static constexpr int kQueue = 8;  // tiles on their way from the workers to the warp that publishes
-
   HeldTile tiles[kHeldInfos + 2];  // the last ones: of `redo`, by turns
   HeldStep steps[2];
   struct {
     int group;
     uint32_t of_group;
-  } measured_tiles[kQueue];
+  } measured_tiles[kHeldQueue];
   // Amaxes of 16-bit values, by warp; the upper half says which tile it is, so nobody waits at a barrier.
-  volatile uint32_t amax[kQueue][kStoreWarps];
+  volatile uint32_t amax[kHeldQueue][kStoreWarps];
   volatile uint32_t published;  // tiles
   volatile uint32_t end;        // in the end: tiles that were measured, and 1
 };
 
 // By all threads, before their ways part.
 __device__ inline void begin_held(HeldShared* s) {
-  if (threadIdx.x < HeldShared::kQueue * kStoreWarps) {
+  if (threadIdx.x < kHeldQueue * kStoreWarps) {
     s->amax[threadIdx.x / kStoreWarps][threadIdx.x % kStoreWarps] = 0;
   }
   if (threadIdx.x == 0) s->published = s->end = 0;
@@ -104,7 +51,7 @@ __device__ inline void meet_workers() { asm volatile("bar.sync 2, %0;\n" ::"n"(k
 // By one lane of each warp of workers: its largest magnitude of the tile that the step measures.
 __device__ inline void tell_amax(HeldShared* s, const HeldStep& step, uint32_t amax) {
   __threadfence_block();
-  s->amax[step.measured % HeldShared::kQueue][threadIdx.x / 32] = (step.measured + 1) << 16 | amax;
+  s->amax[step.measured % kHeldQueue][threadIdx.x / 32] = (step.measured + 1) << 16 | amax;
 }
 
 // Where groups are; `tiles` counts items. By all threads.
@@ -182,8 +129,6 @@ __device__ inline bool find_held(const StoreLaunch& p, const HeldPlan& plan, con
   return true;
 }
 
-constexpr uint32_t kTold = 0x80000000u;  // beside the bits of a scale, which has no sign
-
 // What lane 0 reads of shared memory, in all lanes.
 __device__ inline uint32_t read_by_warp(const volatile uint32_t& from) {
   const uint32_t value = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? from : 0u, 0);
@@ -191,123 +136,33 @@ __device__ inline uint32_t read_by_warp(const volatile uint32_t& from) {
   return value;
 }
 
-// The warp that plans: one step at a time, while the workers do the one before. `find(item, near, tile)` is
-// find_held.
-template <class Find>
-__device__ inline void plan_steps(const StoreLaunch& p, const HeldPlan& plan, HeldShared* s, uint32_t* redo,
-                                  Find find) {
-  constexpr int kPatience = 32;  // looks at a group before values are forgotten
-  const int lane = threadIdx.x % 32;
-  const uint32_t slots = static_cast<uint32_t>(plan.slots), most_redo = static_cast<uint32_t>(plan.most_redo);
-  uint32_t head = 0, tail = 0;      // tiles that were stored or forgotten, and loaded: those between are in slots
-  uint32_t measured = 0, seen = 0;  // tiles; behind the last item that was drawn
-  uint32_t redo_first = 0, redo_count = 0;
-  uint32_t scale = 0;
-  int turn = 0, looks = 0, again = 0, near = 0;  // `near`: the group of the last item
-  bool more = true, hurried = false;
-  // Of the oldest tile, and of the next one.
-  uint32_t head_slot = 0, tail_slot = 0;
-  const auto next_slot = [&](uint32_t slot) { return slot + 1 == slots ? 0 : slot + 1; };
-  const auto oldest = [&]() -> const HeldTile& { return s->tiles[head % kHeldInfos]; };
-  // Whether the scale of a group is known: then `scale` is it.
-  const auto is_told = [&](int group) {
-    scale = __shfl_sync(~0u, load_relaxed(p.scan.told + group), 0);  // lanes may read at different times
-    return (scale & kTold) != 0;
-  };
-  const auto keep = [&](int at, const HeldTile& tile) {
-    if (lane == 0) s->tiles[info_of(at)] = tile;
-    __syncwarp();
-  };
-  const auto emit = [&](int load, int store, bool done = false) {
-    const bool measures = load >= 0 && s->tiles[info_of(load)].kind & kMeasures;
-    if (measures) {
-      while (measured - read_by_warp(s->published) >= HeldShared::kQueue) __nanosleep(50);
-    }
-    if (lane == 0) {
-      if (measures) {
-        const HeldTile& tile = s->tiles[info_of(load)];
-        s->measured_tiles[measured % HeldShared::kQueue] = {tile.group, tile.of_group};
-      }
-      s->steps[turn] = {load, store, measures, measured, __uint_as_float(scale & ~kTold), done};
-    }
-    if (measures) ++measured;
-    if (done && lane == 0) s->end = measured + 1;
+// The warp that plans (plan_steps).
+struct WarpPlanner {
+  using Tile = HeldTile;
+
+  const StoreLaunch& p;
+  HeldShared* s;
+  int lane;
+
+  __device__ bool leads() const { return lane == 0; }
+  __device__ uint32_t draw() const { return atomicAdd(p.drawn, 1u); }
+  __device__ uint32_t share(uint32_t value) const { return __shfl_sync(~0u, value, 0); }
+  // Lanes may read at different times.
+  __device__ uint32_t scale(int group) const { return __shfl_sync(~0u, load_relaxed(p.scan.told + group), 0); }
+  __device__ HeldTile& tile(int info) const { return s->tiles[info]; }
+  __device__ uint32_t published() const { return read_by_warp(s->published); }
+  __device__ void measure(uint32_t place, const HeldTile& tile) const {
+    s->measured_tiles[place] = {tile.group, tile.of_group};
+  }
+  __device__ HeldStep& step(int turn) const { return s->steps[turn]; }
+  __device__ void finish(uint32_t end) const { s->end = end; }
+  __device__ void sync() const { __syncwarp(); }
+  __device__ void meet() const {
     __syncwarp();
     meet_for_step();
-    turn ^= 1;
-  };
-  while (true) {
-    // What was forgotten, if its scale is known now: one after the other, in a slot that is free.
-    bool owed = false;
-    if (redo_count) {
-      HeldTile tile;
-      find(redo[redo_first], 0, &tile);
-      owed = is_told(tile.group);
-      if (owed && tail - head < slots) {
-        tile.kind = kStores;
-        const int at = held_at(kHeldInfos + again, tail_slot);
-        keep(at, tile);
-        emit(at, -1);
-        emit(-1, at);
-        again ^= 1;
-        redo_first = redo_first + 1 == most_redo ? 0 : redo_first + 1;
-        hurried = --redo_count != 0;
-        continue;
-      }
-    }
-    // NOTE: drawn as late as can be, though memory takes its time to answer: blocks then work on neighbouring tiles,
-    // and groups are complete early.
-    const bool draws = more && !owed && tail - head < slots;
-    uint32_t item = 0;
-    if (draws && lane == 0) item = atomicAdd(p.drawn, 1u);
-    int load = -1, store = -1;
-    bool ends = false;  // the oldest tile is done with
-    if (head != tail) {
-      const int kind = oldest().kind, group = oldest().group;
-      ends = !(kind & kStores) || group == p.scan.count || is_told(group);
-      if (ends && kind & kStores) store = held_at(head % kHeldInfos, head_slot);
-    }
-    if (draws) {
-      HeldTile tile;
-      item = __shfl_sync(~0u, item, 0);
-      more = find(item, near, &tile);
-      if (more) {
-        const int at = held_at(tail % kHeldInfos, tail_slot);
-        keep(at, tile);
-        if (tile.group < p.scan.count) load = at;
-        ++tail;
-        tail_slot = next_slot(tail_slot);
-        seen = item + 1;
-        near = tile.group;
-      }
-    }
-    if (ends) {
-      ++head;
-      head_slot = next_slot(head_slot);
-    }
-    if (load >= 0 || store >= 0) {
-      emit(load, store);
-      looks = 0;
-      continue;
-    }
-    if (ends || draws) continue;
-    if (head == tail) {
-      if (!more && !redo_count) break;
-      continue;
-    }
-    // Nothing to do but to wait for the oldest group. Some of its tiles may still have to be drawn, by this block.
-    if ((hurried || ++looks >= kPatience) && (owed || seen < oldest().end) && redo_count + !owed < most_redo) {
-      if (lane == 0) redo[(redo_first + redo_count) % most_redo] = oldest().item;
-      __syncwarp();
-      ++redo_count;
-      ++head;
-      head_slot = next_slot(head_slot);
-      looks = 0;
-      hurried = true;
-    }
   }
-  emit(-1, -1, true);
-}
+  __device__ void pause(unsigned nanoseconds) const { __nanosleep(nanoseconds); }
+};
 
 // The warp that publishes amaxes of tiles, of as many at once as there are, and the scale of a group behind its last
 // one.
@@ -316,7 +171,7 @@ __device__ inline void publish_amaxes(const StoreLaunch& p, HeldShared* s) {
   constexpr int kAtOnce = 32 / kStoreWarps;
   const int lane = threadIdx.x % 32, which = lane / kStoreWarps;
   for (uint32_t done = 0;;) {
-    const uint32_t end = read_by_warp(s->end), tile = done + which, place = tile % HeldShared::kQueue;
+    const uint32_t end = read_by_warp(s->end), tile = done + which, place = tile % kHeldQueue;
     uint32_t amax = s->amax[place][lane % kStoreWarps];
     const uint32_t missing = ~__ballot_sync(~0u, amax >> 16 == ((tile + 1) & 0xFFFF));
     const int count = missing ? (__ffs(missing) - 1) / kStoreWarps : kAtOnce;
