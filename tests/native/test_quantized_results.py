@@ -225,6 +225,12 @@ def test_more_tiles_than_blocks(kernel, format, given, case):
 EXTREMES = cases.Case("extremes", (300, 0, 700, 130, 257, 140, 513), 2100, 16, 136, frozenset())
 
 
+def named(call: str) -> list[tuple[str, Any]]:
+    """The kernels that quantise the results of `call`, and their marks."""
+    every = kernels(call, quantized=True)
+    return [(each, ()) if isinstance(each, str) else (each.values[0], each.marks) for each in every]
+
+
 def extreme(array: np.ndarray) -> None:
     """Groups of EXTREMES: magnitudes far apart; nothing; small ones; large ones; infinities; NaN; ordinary numbers."""
     random, wide = np.random.default_rng(array.size), array.astype(np.float32)
@@ -241,10 +247,21 @@ def extreme(array: np.ndarray) -> None:
 @pytest.mark.parametrize("extremes", ["rows", "scales"])
 @pytest.mark.parametrize("activation", KINDS)
 @pytest.mark.parametrize(
-    "kernel", kernels("grouped_matmul_act", quantized=True) + kernels("grouped_matmul_dact", quantized=True)
+    ("kernel", "beside"),
+    [
+        *(pytest.param(name, False, marks=marks) for name, marks in named("grouped_matmul_act")),
+        *(
+            pytest.param(name, beside, marks=marks)
+            for name, marks in named("grouped_matmul_dact")
+            for beside in (False, True)
+        ),
+    ],
 )
-def test_amaxes_of_extremes(kernel, activation, extremes):
-    """The largest magnitude of a group is found, though few values are made to look for it (activation_bounds.cuh)."""
+def test_amaxes_of_extremes(kernel, beside, activation, extremes):
+    """The largest magnitude of a group is found, though few values are made to look for it (activation_bounds.cuh).
+
+    `beside`: act(h) is quantised beside gradients, so a row that may have its largest one is made too.
+    """
     grad = "dact" in kernel
     wanted, _ = storing_of("fp8_tensor", (True, True), False)
     operands = OPERANDS["_fp8_" in kernel]  # as in the test above
@@ -261,9 +278,9 @@ def test_amaxes_of_extremes(kernel, activation, extremes):
     call: calls.Call
     if grad:
         del more["row_base"]
-        how = storing_activated("fp8_tensor", False)
-        beside = (False, False, False)
-        call = calls.grouped_matmul_dact(*specs, wanted=beside, quantized=wanted, quantized_activated=how, **options)
+        how = storing_activated("fp8_tensor", False) if beside else None
+        plain = (False, False, False)
+        call = calls.grouped_matmul_dact(*specs, wanted=plain, quantized=wanted, quantized_activated=how, **options)
     else:
         call = calls.grouped_matmul_act(*specs, hidden=True, quantized=wanted, **options)
     check(kernel, call, more, wanted, EXTREMES.groups)

@@ -51,7 +51,7 @@ class ActivationBounds {
       largest_value = __vmaxu2(largest_value, bits(value));
       if constexpr (kGrad) {
         Pair slope = __hmin2_nan(__hmax2_nan(__hfma2(a, rise_, half), half), most_);
-        if constexpr (kGated) slope = __hmax2_nan(__hfma2(v, slope, tiny), f);
+        slope = kGated ? __hmax2_nan(__hfma2(v, slope, tiny), f) : __hfma2(a, zero, slope);
         const Pair dz = __hfma2(__habs2(pair(word_of(grad, i))), factor, tiny);
         largest_grad = __vmaxu2(largest_grad, bits(__hmul2(dz, slope)));
       }
