@@ -294,7 +294,7 @@ def test_amaxes_of_extremes(kernel, beside, activation, extremes):
         ("even_tiles", 96, "clamped_qgeglu", (True, False)),
         ("tail_long", 200, "clamped_qgeglu", (True, True)),
         ("even_tiles", 328, "swiglu", (True, False)),
-        ("many_tiles", 1000, "swiglu", (True, True)),
+        pytest.param("many_tiles", 1000, "swiglu", (True, True), marks=pytest.mark.gpu),  # blocks take several tiles
         ("groups_1024", 200, "swiglu", (True, True)),  # so many that blocks on a GPU share memory (exchanges_over_slot)
     ],
 )
