@@ -34,8 +34,10 @@ def convert_optimizer(
 
     Args:
         state: `optimizer.state_dict()`. names: the names of the optimiser's parameters in its order, one parameter
-            group after another; or a module, whose `named_parameters()` have that order.
-        target: the parameters of the new optimiser by name, in its order; or their module.
+            group after another; or a module, whose `named_parameters()` have that order, all of them, or only those
+            that require gradients.
+        target: the parameters of the new optimiser by name, in its order; or their module, of which it has all, or
+            those that require gradients, as the other optimiser.
         source_layout, target_layout: names of `grouped_core.layouts.LAYOUTS`.
         interleave: as in `convert`. Modules say how their columns alternate, on either side; plain mappings and names
             do not, so beside these it has to be given where columns alternate.
@@ -51,12 +53,14 @@ def convert_optimizer(
     here, there = layout_option(source_layout, "source_layout"), layout_option(target_layout, "target_layout")
     _check_kinds(state, names, target)
     blocks, linears = _blocks(names, target, here, there, interleave)
-    listed, own = _listed(names), _facts(names)
     ids = [each for group in state["param_groups"] for each in group["params"]]
+    trained = isinstance(names, Module) and len(ids) != len(list(names.parameters()))
+    given = _named(names, trained)
+    listed, own = list(given), _facts(given)
     if len(ids) != len(listed):
         raise ValueError(
-            f"`names` of convert_optimizer: {len(listed)} names for {len(ids)} parameters, expected one each; pass "
-            "those that the optimiser got, in its order."
+            f"`names` of convert_optimizer: {len(listed)} names{' that require gradients' if trained else ''} for "
+            f"{len(ids)} parameters, expected one each; pass those that the optimiser got, in its order."
         )
     recorded = [name for group in state["param_groups"] for name in group.get("param_names", ())]
     if recorded != listed and sorted(recorded) == sorted(listed):
@@ -65,7 +69,7 @@ def convert_optimizer(
             f"`names` of convert_optimizer: `{listed[first]}` in place {first}, expected `{recorded[first]}` as "
             "the state records; pass the names of all groups, one group after another."
         )
-    params = dict(target.named_parameters()) if isinstance(target, Module) else dict(target)
+    params = dict(_named(target, trained))
     by_name = dict(zip(listed, ids, strict=True))
     held: dict[str, dict[str, Any]] = {name: dict(state["state"].get(at, {})) for name, at in by_name.items()}
     new: dict[str, dict[str, Any]] = {name: {} for name in params}
@@ -192,15 +196,15 @@ def _check_agree(sides: Sequence[Sequence[Mapping[str, Activation]]], given: tup
                 )
 
 
-def _listed(names: Names) -> list[str]:
-    if isinstance(names, Module):
-        return [name for name, _ in names.named_parameters()]
-    return list(names)
+def _named(given: Any, trained: bool) -> Any:
+    """The parameters of a module by name, of which only some are `trained`; anything else as it is."""
+    if not isinstance(given, Module):
+        return given
+    return {name: each for name, each in given.named_parameters() if each.requires_grad or not trained}
 
 
-def _facts(names: Names) -> dict[str, Facts]:
+def _facts(given: Any) -> dict[str, Facts]:
     """Returns the facts of the parameters themselves, if they were passed."""
-    given: Any = dict(names.named_parameters()) if isinstance(names, Module) else names
     if not isinstance(given, Mapping):
         return {}
     return {name: Facts(tuple(each.shape), name_of(each.dtype)) for name, each in given.items()}

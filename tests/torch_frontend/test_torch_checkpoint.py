@@ -596,6 +596,32 @@ def test_resuming_in_another_layout_is_the_uninterrupted_run(tmp_path: Path, blo
 
 
 @pytest.mark.rule("CKP-4")
+def test_optimisers_of_what_is_trained() -> None:
+    """A frozen router: modules give the parameters that the optimiser has."""
+    listed, single = moe(single_grouped_weight=False), moe()
+    for each in (listed, single):
+        each.router.requires_grad_(False)
+    trained = {name: each for name, each in listed.named_parameters() if each.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    _train(listed, optimizer, 0, 1)
+    found = checkpoint.convert_optimizer(optimizer.state_dict(), listed, single)
+    wanted = {name: each for name, each in single.named_parameters() if each.requires_grad}
+    expected = checkpoint.convert_optimizer(optimizer.state_dict(), trained, wanted, interleave=(None, None))
+    assert found["param_groups"] == expected["param_groups"]
+    assert len(found["state"]) == len(wanted) == 2
+    for at, state in found["state"].items():
+        for kind, value in state.items():
+            bitwise(value, expected["state"][at][kind], kind)
+    torch.optim.AdamW(wanted.values(), lr=1e-2).load_state_dict(found)
+    fewer = torch.optim.AdamW(list(trained.values())[1:], lr=1e-2)
+    count = len(trained)
+    with refused(
+        ValueError, ["`names`", f"{count} names that require gradients for {count - 1} parameters", "one each"]
+    ):
+        checkpoint.convert_optimizer(fewer.state_dict(), listed, single)
+
+
+@pytest.mark.rule("CKP-4")
 def test_groups_and_scalars_of_optimisers() -> None:
     listed, single = moe(single_grouped_weight=False), moe()
     names = [name for name, _ in listed.named_parameters()]
