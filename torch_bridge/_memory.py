@@ -31,6 +31,7 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda:
 _guards: Any = _dynamo.guards  # its stubs lack these functions
 empty_on_cpu: Callable[..., Tensor] = _guards._empty_strided_cpu  # (shape, strides, dtype) -> new tensor
 empty_on_cuda: Callable[..., Tensor] = _guards._empty_strided_cuda  # on the current device
+part_of: Callable[..., Tensor] = _guards._reinterpret_tensor  # (tensor, shape, strides, offset) -> no view, same memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,6 +17,7 @@ from grouped_core.routing_calls import GroupLimit, Scores
 from grouped_core.routing_spec import Router, row_count
 from torch_bridge import _saved
 from torch_bridge._compiling import is_compiling
+from torch_bridge._memory import part_of
 from torch_bridge._once_differentiable import once_differentiable
 from torch_bridge._operators import call, define
 from torch_bridge._tensors import as_read, dtype_name
@@ -197,12 +198,21 @@ def _chosen(op: Router, group: str | None, o: RouterOperands) -> _Chosen:
         (counts,) = summed(group, sums[1])
         of_losses = call(LOSSES, LossFacts(op), LossOperands(probs, counts, stats, dropped), 0)
     values, slopes, z_slope, lost, overflow = of_losses
-    # NOTE: no views, which PyTorch does not let users change in place if they come from one function together.
-    aux_loss, z_loss, entropy = (torch.ops.aten._unsafe_view(each, ()) for each in values.unbind())
+    aux_loss, z_loss, entropy = _elements(values)
     flag = overflow != 0 if is_compiling() else overflow.view(torch.bool)  # inductor of PyTorch 2.11 has no such view
     metrics = (aux_loss, z_loss, entropy, lost.reshape(()), flag.reshape(()))
     routed = Routed(weights, experts, load.reshape(-1), *metrics)
     return _Chosen(routed, first, read, slopes, z_slope)
+
+
+def _elements(values: Tensor) -> list[Tensor]:
+    """The elements of a vector, as tensors in its memory that are no views.
+
+    PyTorch does not let users change views in place that come from one function together.
+    """
+    if is_compiling() or type(values) is not Tensor:
+        return [torch.ops.aten._unsafe_view(each, ()) for each in values.unbind()]
+    return [part_of(values, (), (), at) for at in range(values.shape[0])]  # 2 us of the host instead of 8
 
 
 class _Router(torch.autograd.Function):

@@ -40,11 +40,6 @@ using Tile = Shape<false>;
 using Ring = uint4[kAhead][kStoreThreads];
 constexpr int kRing = sizeof(Ring) / sizeof(uint4);
 
-// Bits of floats, of the result and of act(h).
-struct Amaxes {
-  uint32_t result, activated;
-};
-
 struct Shared : ActivatedShared {
   Amaxes known[2];  // a lower bound of what the group of a turn's tile has, by turns
 };
@@ -119,11 +114,6 @@ __device__ inline uint32_t larger(uint32_t found, const uint4& bits) {
 __device__ inline float factor_of(const StoreProblem& p, int group) {
   return group_scale_of(p.scan, p.rule, true, p.scale, false, group).scale;
 }
-
-// Largest magnitudes, 16 bits.
-struct Largest {
-  uint32_t result, activated;
-};
 
 // Whether a call wants both forms of gradients, and nothing in plain.
 __device__ inline bool is_usual(const ActivatedProblem& p) {
@@ -227,10 +217,10 @@ __device__ __forceinline__ uint32_t activate_rows(const ActivatedProblem& p, con
   return largest;
 }
 
-// The largest magnitudes of a tile's values, but of those alone that may be above `known`, which all warps raise.
+// The amaxes of a tile's values, but of those alone that may be above `known`, which all warps raise.
 template <ActivationKind kKind, bool kGrad>
-__device__ __forceinline__ Largest measure_rows_of(const ActivatedProblem& p, const StoreTile& tile,
-                                                   const StoreTile& next, bool loads, Ring* ring, Amaxes* known) {
+__device__ __forceinline__ Amaxes measure_rows_of(const ActivatedProblem& p, const StoreTile& tile,
+                                                  const StoreTile& next, bool loads, Ring* ring, Amaxes* known) {
   using Act = ActivationOf<kKind>;
   constexpr bool kGated = is_gated(kKind);
   const Tile at;
@@ -268,13 +258,13 @@ __device__ __forceinline__ Largest measure_rows_of(const ActivatedProblem& p, co
     raise(&known->result, both(largest));
     if (sees_activated) raise(&known->activated, both(largest_activated));
   }
-  return {both(largest), both(largest_activated)};
+  return {amax_of<DType::bf16>(both(largest)), amax_of<DType::bf16>(both(largest_activated))};
 }
 
 template <bool kGrad>
-__device__ __forceinline__ Largest measure_rows(const ActivatedProblem& p, const StoreTile& tile, const StoreTile& next,
-                                                bool loads, Ring* ring, Amaxes* known) {
-  Largest largest = {};
+__device__ __forceinline__ Amaxes measure_rows(const ActivatedProblem& p, const StoreTile& tile, const StoreTile& next,
+                                               bool loads, Ring* ring, Amaxes* known) {
+  Amaxes largest = {};
   with_activation(p.spec.kind,
                   [&](auto kind) { largest = measure_rows_of<kind, kGrad>(p, tile, next, loads, ring, known); });
   return largest;
@@ -331,10 +321,10 @@ __device__ __noinline__ void start_groups(const ActivatedProblem& p, uint32_t co
     begin_tile<kGrad>(p, tile, ring);
     if (threadIdx.x == 0) s->known[0] = {};
     __syncthreads();
-    const Largest largest = measure_rows<kGrad>(p, tile, tile, false, ring, s->known);
+    const Amaxes largest = measure_rows<kGrad>(p, tile, tile, false, ring, s->known);
     wait_all_copies();
-    raise_amax(p.store.scan.amax + tile.group, amax_of<DType::bf16>(largest.result));
-    if (kGrad && p.activated_amax) raise_amax(p.activated_amax + tile.group, amax_of<DType::bf16>(largest.activated));
+    raise_amax(p.store.scan.amax + tile.group, largest.result);
+    if (kGrad && p.activated_amax) raise_amax(p.activated_amax + tile.group, largest.activated);
     return true;
   });
 }
@@ -368,11 +358,11 @@ __global__ void __launch_bounds__(kStoreThreads, kBlocks<kGrad>)
       known.result = load_relaxed(p.store.raised + next.group);
       if (amaxes_of_activated) known.activated = load_relaxed(amaxes_of_activated + next.group);
     }
-    const Largest largest = measure_rows<kGrad>(p, tile, next, more, ring, &s->known[turns.odd()]);
+    const Amaxes largest = measure_rows<kGrad>(p, tile, next, more, ring, &s->known[turns.odd()]);
     if (threadIdx.x == 0) s->known[turns.odd() ^ 1] = known;
     turns.meet();
-    turns.see(amax_of<DType::bf16>(largest.result), tile.group);
-    if (amaxes_of_activated) turns.see_other(amax_of<DType::bf16>(largest.activated));
+    turns.see(largest.result, tile.group);
+    if (amaxes_of_activated) turns.see_other(largest.activated);
   }
   wait_all_copies();
   turns.finish();

@@ -36,7 +36,6 @@ constexpr int kPieces = kWarpColumns / 8;      // of 16 bytes, in a row of a war
 constexpr int kWarpUnits = kVector * kPieces;  // of 16 bytes, of a warp
 constexpr int kSlotUnits = kWarpUnits * kStoreWarps;
 constexpr int kSlotBytes = kSlotUnits * static_cast<int>(sizeof(uint4));
-constexpr int kHeldPerBlock = 4;                    // tiles of a group that a block holds while others come and go
 constexpr int kLeastSlots = 3;                      // one that is loaded, one that is stored, and one that waits
 constexpr int64_t kMostWeight = int64_t{16} << 20;  // bytes of a weight that the grid holds
 
@@ -250,11 +249,11 @@ void run_one(const Quantize& call, const StoreLaunch& p, cudaStream_t stream) {
   const int64_t grid = std::min(tiles, int64_t{kBlocks} * multiprocessors());
   const int most_bytes = shared_memory_of_sm() / kBlocks - kReserved;
   HeldPlan plan = {};
-  plan.most_redo = static_cast<int>(grid) * kHeldPerBlock + kMostSlots;
+  plan.most_redo = HeldPlan::most_redo_of(static_cast<int>(grid));
   const int own =
       static_cast<int>(sizeof(Shared) + sizeof(uint32_t) * static_cast<size_t>(plan.most_redo)) + GroupTable::bytes(p);
   plan.slots = std::max(std::min((most_bytes - own) / kSlotBytes, kMostSlots), kLeastSlots);
-  plan.held_rows = static_cast<int>(grid * std::min(kHeldPerBlock, plan.slots) / column_tiles);
+  plan.held_rows = HeldPlan::held_rows_of(static_cast<int>(grid), plan.slots, column_tiles);
   plan.column_tiles = Divider::of(static_cast<uint32_t>(column_tiles));
   const int64_t tall = std::max<int64_t>(divide_up(p.rows, Tile::kRows), 1);  // of a weight
   plan.weight_items = Divider::of(static_cast<uint32_t>(tall + std::max<int64_t>(tall - plan.held_rows, 0)));

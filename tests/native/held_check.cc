@@ -44,8 +44,8 @@ struct Launch {
 
   Launch(std::mt19937& random, int grid) : columns(1 + random() % 4) {
     plan.slots = 3 + static_cast<int>(random() % 4);
-    plan.most_redo = 4 * grid + kMostSlots;
-    plan.held_rows = grid * std::min({4, plan.slots, 4 + static_cast<int>(random() % 4)}) / static_cast<int>(columns);
+    plan.most_redo = HeldPlan::most_redo_of(grid);
+    plan.held_rows = HeldPlan::held_rows_of(grid, plan.slots, columns);
     tall.resize(1 + random() % 6);
     for (int& each : tall) {
       each = 1 + static_cast<int>(random() % static_cast<unsigned>(2 * plan.held_rows + 4));

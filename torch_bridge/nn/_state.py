@@ -54,8 +54,8 @@ def adapt(
             f"checkpoint: both `{whole}` and `{found[0]}` ({len(found)} indexed entries), expected one of the two "
             "forms; remove the other."
         )
-    changed = found if grouped else [key for key in (whole,) if key in state]
-    if changed and is_distributed(*(state[key] for key in changed)):
+    changed = [key for key in (indexed if grouped else [whole]) if key in state]
+    if is_distributed(*(state[key] for key in changed)):
         raise ValueError(
             f"checkpoint: `{changed[0]}`: a DTensor, expected a plain tensor where packed and indexed parameters "
             "become each other; take the state dict with `full_state_dict=True`, or load into the same form."

@@ -1,5 +1,6 @@
-// What the magnitudes of activated values, and of their gradients, are never above, at a tenth of the instructions that
-// the values take: what looks for the largest magnitude makes a row's values only where they may have a larger one.
+// What the magnitudes of activated values, and of their gradients, are never above, for a tenth (values) to a fifth
+// (gradients) of the instructions that they take by count: what looks for the largest magnitude makes a row's values
+// only where they may have a larger one.
 //
 // activation_bound() in bf16, two values per instruction. A step rounds by at most 2^-9. Constants and the row's scale
 // are raised by kSlack, so each factor is a bound itself and is infinite where the exact one is; four more steps, at
@@ -16,15 +17,15 @@
 namespace grouped {
 namespace device {
 
+// Largest magnitudes, or what these are not above, as bits of floats.
+struct Amaxes {
+  uint32_t result;     // of act(h) times the row's scale, or of the gradients at both halves
+  uint32_t activated;  // of act(h) times the row's scale, with gradients
+};
+
 template <ActivationKind kKind, bool kGrad>
 class ActivationBounds {
  public:
-  // Bits of floats.
-  struct Found {
-    uint32_t result;     // act(h) times the row's scale, or the gradients at both halves
-    uint32_t activated;  // act(h) times the row's scale, with gradients
-  };
-
   __device__ explicit ActivationBounds(const ActivationSpec& spec) {
     const ActivationBound bound = activation_bound<kKind>(spec);
     least_ = raised(bound.least), rise_ = raised(bound.rise), most_ = raised(bound.most);
@@ -32,7 +33,7 @@ class ActivationBounds {
   }
 
   // Of eight columns of a row.
-  __device__ Found operator()(const uint4& gate, const uint4& linear, const uint4& grad, float scale) const {
+  __device__ Amaxes operator()(const uint4& gate, const uint4& linear, const uint4& grad, float scale) const {
     constexpr bool kGated = is_gated(kKind), kOffset = kKind == ActivationKind::clamped_qgeglu;
     const Pair zero = pair(0.0f), half = raised(0.5f), tiny = pair(kTiny);
     const float row = bounded(scale);
@@ -65,8 +66,9 @@ class ActivationBounds {
  private:
   using Pair = __nv_bfloat162;
   static constexpr float kSlack = 1.01f;
-  static constexpr float kTiny = 7.888609e-31f;     // 2^-100
-  static constexpr float kMostScale = 16777216.0f;  // 2^24: kTiny times it is still tiny
+  static constexpr float kTiny = 7.888609e-31f;         // 2^-100
+  static constexpr float kMostScale = 16777216.0f;      // 2^24: kTiny times it is still tiny
+  static constexpr float kLeastScale = 1.1754944e-38f;  // the least one that is not subnormal
 
   __device__ static Pair pair(float value) { return __float2bfloat162_rn(value); }
   __device__ static Pair raised(float value) { return pair(__fmul_rn(value, kSlack)); }
@@ -75,7 +77,7 @@ class ActivationBounds {
   // A scale whose products with what is a little above zero are bounds as well.
   __device__ static float bounded(float scale) {
     const float magnitude = __uint_as_float(float_bits(scale) & kMagnitude);
-    return magnitude <= kMostScale ? fmaxf(magnitude, 1.1754944e-38f) : __uint_as_float(0x7F800000u);
+    return magnitude <= kMostScale ? fmaxf(magnitude, kLeastScale) : bits_float(kInfinityBits);
   }
 
   Pair least_, rise_, most_, offset_;

@@ -36,6 +36,8 @@ struct Divider {
   }
 };
 
+constexpr int kHeldPerBlock = 4;  // tiles of a group that a block holds while others come and go
+
 // Of one launch.
 struct HeldPlan {
   Divider column_tiles;
@@ -43,6 +45,11 @@ struct HeldPlan {
   int slots;             // tiles that a block holds
   int held_rows;         // row tiles of a group that the grid holds
   int most_redo;         // entries of `redo`: more than those, and one
+
+  static int most_redo_of(int grid) { return grid * kHeldPerBlock + kMostSlots; }
+  static int held_rows_of(int grid, int slots, int64_t column_tiles) {
+    return static_cast<int>(grid * (slots < kHeldPerBlock ? slots : kHeldPerBlock) / column_tiles);
+  }
 };
 
 namespace device {
