@@ -275,9 +275,7 @@ def result(layer: Any) -> Any:
 
 
 @pytest.mark.rule("CKP-6", "LOR-5")
-@pytest.mark.parametrize("name", ["f.safetensors", "folder"])
-@pytest.mark.parametrize("blocks", [(8, None), (None, 8), (8, 4)])
-@pytest.mark.parametrize("kind", ["GroupedMLP", "MoE"])
+@pytest.mark.matrix(kind=["GroupedMLP", "MoE"], blocks=[(8, None), (None, 8), (8, 4)], name=["f.safetensors", "folder"])
 def test_columns_of_adapters_change_order_with_those_of_their_weights(
     tmp_path: Path, kind: str, blocks: tuple[Any, Any], name: str
 ) -> None:

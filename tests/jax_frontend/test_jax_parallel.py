@@ -527,9 +527,7 @@ def test_state_of_delayed_scaling() -> None:
 
 
 @pytest.mark.rule("LYR-9", "DLY-1")
-@pytest.mark.parametrize("jitted", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.matrix(data=[1, 2], kind=KINDS, jitted=[True, False])
 def test_layers_are_trained_with_delayed_scaling(data: int, kind: AxisType, jitted: bool) -> None:
     """Two of the steps of docs/recipes.md: states have the bits of one device, and stay where their experts are.
 

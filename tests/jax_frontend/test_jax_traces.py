@@ -62,9 +62,7 @@ LAYERS: dict[str, tuple[Layer, dict[str, tuple[int, ...]]]] = {
 
 
 @pytest.mark.rule("ALL-1")
-@pytest.mark.parametrize("of_x", [False, True])
-@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit], ids=["checkpoint", "jit"])
-@pytest.mark.parametrize("name", list(LAYERS))
+@pytest.mark.matrix(name=list(LAYERS), wrap=[jax.checkpoint, jax.jit], of_x=[False, True])
 def test_layers_of_one_trace_may_train_different_operands(name: str, wrap: Any, of_x: bool) -> None:
     """Two layers share a trace. The first sees x without a gradient, or parts of the layers are frozen."""
     layer, shapes = LAYERS[name]
