@@ -35,7 +35,8 @@ def as_flag(name: str, value: Any, of: str = "") -> bool:
     """
     if not isinstance(value, (bool, np.bool_)):
         place = f" of {of}" if of else ""
-        raise TypeError(f"`{name}`{place}: {value!r}, expected True or False; pass one of them.")
+        shown = repr(value) if len(repr(value)) <= 80 else f"a {type(value).__name__}"
+        raise TypeError(f"`{name}`{place}: {shown}, expected True or False; pass one of them.")
     return bool(value)
 
 

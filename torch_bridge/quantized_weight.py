@@ -39,6 +39,9 @@ _PARTS = ("values", "scales", "group_scales")
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that quantisers read."""
 
+# NOTE: an operation on such a weight breaks a graph. Dynamo then calls it, and would trace what it calls in turn.
+_beside_graphs: Any = torch.compiler.disable(reason="quantised Parameters stay outside of graphs")
+
 
 class QuantizedWeight(Tensor):
     """A weight [A, B], or [G, A, B], in quantised form.
@@ -96,6 +99,7 @@ class QuantizedWeight(Tensor):
             )
         self.store(value)
 
+    @_beside_graphs
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dequantised values, in `dtype` or else the nominal one."""
         dtype = dtype or self.dtype
@@ -103,6 +107,7 @@ class QuantizedWeight(Tensor):
             return torch.empty(self.shape, dtype=dtype, device="meta")
         return dequantized(self.q, None, dtype_name(dtype)).view(self.shape)
 
+    @_beside_graphs
     def store(self, value: Tensor) -> None:
         """Quantises `value` into its own tensors; from another quantised weight it copies values and scales unchanged.
 
@@ -179,6 +184,7 @@ class QuantizedWeight(Tensor):
         return self.dequantize().__dlpack__(**options)
 
     @classmethod
+    @_beside_graphs
     def __torch_dispatch__(  # pyrefly: ignore[bad-override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -217,6 +217,60 @@ def test_compiled_layers_have_the_same_results(form: str) -> None:
     same(seeded(compiled, 4), seeded(s, 4))
 
 
+def _scaled_in_place(weight: Any) -> Tensor:
+    with torch.no_grad():
+        return weight.mul_(2).sum()
+
+
+def _assigned(weight: Any) -> Tensor:
+    weight.data = weight.data * 1.5
+    return weight.sum()
+
+
+def _stored(weight: Any) -> Tensor:
+    weight.store(torch.ones(weight.shape))
+    return weight.sum()
+
+
+USES: dict[str, Callable[[Any], Tensor]] = {
+    "values": lambda weight: weight.dequantize().sum(),
+    "method": lambda weight: weight.float().sum(),
+    "operator": lambda weight: (weight * 2).sum(),
+    "function": lambda weight: torch.linalg.vector_norm(weight),
+    "part": lambda weight: weight[0].sum(),
+    "in place": _scaled_in_place,
+    "data": _assigned,
+    "store": _stored,
+}
+
+
+@pytest.mark.rule("QNT-1", "GRD-12")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("use", list(USES))
+def test_compiled_code_uses_weights_beside_its_graphs(use: str) -> None:
+    torch.compiler.reset()
+    weight: Any = next(layer(recipes.MXFP8).parameters())
+    other = copy.deepcopy(weight)
+    expected = USES[use](weight)
+    asserts.bitwise(torch.compile(USES[use], backend="aot_eager")(other)[None], expected[None])
+    asserts.bitwise(other.dequantize(), weight.dequantize())
+
+
+@pytest.mark.rule("QNT-1", "GRD-12")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo imports torch.jit
+def test_a_compiled_step_of_an_optimizer_writes_weights() -> None:
+    torch.compiler.reset()
+    module = layer(recipes.MXFP8)
+    modules = [module, copy.deepcopy(module)]
+    for module, compiles in zip(modules, (False, True), strict=True):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        for weight in module.parameters():
+            weight.grad = torch.ones_like(weight)
+        (torch.compile(optimizer.step, backend="aot_eager") if compiles else optimizer.step)()
+    for found, expected in zip(*(module.parameters() for module in modules), strict=True):
+        asserts.bitwise(found.dequantize(), expected.dequantize())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
 
