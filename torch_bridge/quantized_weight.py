@@ -185,9 +185,7 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     @_beside_graphs
-    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
         if func in _SAME:
