@@ -453,6 +453,8 @@ class _Maker:
         if other is not None and set(other.parts) != set(role.parts):
             self._parts(role, other)
             return
+        if self.source.parts.get("values") == "_blocks" and "" not in role.parts:
+            self._check_blocks(role, groups)
         common: dict[str, Facts] = {}
         for part in sorted(role.parts, key=lambda each: each != "values"):
             if part and part not in self.target.parts:
@@ -503,6 +505,26 @@ class _Maker:
                     f"`{key}` has {shape[0] if shape else 0} groups, expected {groups}; load a checkpoint of as many "
                     "experts."
                 )
+
+    def _check_blocks(self, role: Role, groups: int) -> None:
+        """Refuses MXFP4 blocks [G, A, B / 32, 16] and scales [G, A, B / 32] that do not fit together."""
+        keys = {part: next(iter(slots.values())) for part, slots in role.parts.items()}
+        some = next(iter(keys.values()))
+        for part, ending in (("values", "_blocks"), ("scales", "_scales")):
+            if part not in keys:
+                missing = f"{some.removesuffix('_blocks').removesuffix('_scales')}{ending}"
+                raise ValueError(f"checkpoint: `{some}` without `{missing}`, expected both; pass the whole weight.")
+        blocks, scales = (self.sources[keys[part]] for part in ("values", "scales"))
+        if len(blocks.shape) != 4 or blocks.shape[0] != groups or blocks.shape[3] != 16:
+            raise ValueError(
+                f"checkpoint: `{keys['values']}` {blocks}, expected [{groups}, A, B / 32, 16] of {groups} experts; load "
+                "a checkpoint whose tensors fit together."
+            )
+        if scales.shape != blocks.shape[:3]:
+            raise ValueError(
+                f"checkpoint: `{keys['scales']}` {scales}, expected {list(blocks.shape[:3])}, a scale for each block of "
+                f"`{keys['values']}`; load a checkpoint whose tensors fit together."
+            )
 
     def _targets(self, at: _Role, other: Role | None, part: str, paths: Paths, groups: int) -> list[str]:
         if other is not None:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from grouped_core import lora
+from grouped_core.formats import QTensor
 from grouped_core.lora import Adapter, LayerOptions
 from jax_grouped import _mesh
 from jax_grouped._layer_options import Initializer
@@ -75,10 +76,33 @@ def merged(
         weight, a, b: all have further axes where a scan stacked layers.
 
     Raises:
-        ValueError: the weight is sharded along other axes than its groups, or its layer has a tensor axis.
+        TypeError: the weight is quantised. ValueError: A or B does not fit it; the weight is sharded along other axes
+            than its groups, or its layer has a tensor axis.
     """
+    _check_fit(name, weight, a, b)
     layout = _layout(name, axes, weight, a, b)
     return _merged_here(scaling, weight, a, b) if layout is None else _merged_over(layout, scaling, weight, a, b)
+
+
+def _check_fit(name: str, weight: Any, a: Any, b: Any) -> None:
+    if isinstance(weight, QTensor):
+        raise TypeError(
+            f"{name}: quantised values, expected an array, because a sum of both is no code; merge into the "
+            "dequantised weight, and quantise that."
+        )
+    shape, of_a, of_b = (tuple(each.shape) for each in (weight, a, b))
+    if len(shape) < 3:
+        raise ValueError(
+            f"{name}: shape {shape}, expected [G, K, N]; pass the weight that the adapter was trained with."
+        )
+    rank = of_a[-1] if of_a else 0
+    wanted = (*shape[:-1], rank), (*shape[:-2], rank, shape[-1])
+    if (of_a, of_b) != wanted:
+        raise ValueError(
+            f"{name}: A of shape {of_a} and B of shape {of_b} beside a weight of shape {shape}, expected [G, K, r] and "
+            "[G, r, N] beside [G, K, N]; pass adapters that were trained beside this weight. Layers may be stacked "
+            "along axis 0 or 1, in front of K."
+        )
 
 
 def _merged_here(scaling: float, weight: Array, a: Array, b: Array) -> Array:

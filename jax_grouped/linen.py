@@ -128,17 +128,19 @@ def _lora_arguments(layer: Any, factors: Sequence[Array]) -> dict[str, Any]:
 
 
 def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """`variables` with the adapters of the collection `lora` added to the weights, and without that collection.
+    """`variables` with the adapters of the collection `lora` added to the weights, and without them.
+
+    What other modules keep in that collection stays in it.
 
     Args:
         layer: a layer with adapters. variables: those of `layer`, or of a model that contains it and whose adapters all
-            have its options. `nn.scan` may have stacked layers, if it stacked adapters and weights along the same axis.
-            Weights over a mesh are merged where they are; under `jit` on an Auto mesh they are taken to be split by
-            experts as the `mesh_axes` of `layer` say.
+            have its options. `nn.scan` may have stacked layers, if it stacked adapters and weights along the same axis,
+            0 or 1. Weights over a mesh are merged where they are; under `jit` on an Auto mesh they are taken to be
+            split by experts as the `mesh_axes` of `layer` say.
 
     Raises:
-        TypeError: `layer` is none of these layers, or `variables` no mapping. ValueError: there are no adapters or no
-            weights, or the adapters are not those of `layer`.
+        TypeError: `layer` is none of these layers, `variables` no mapping, or a weight is quantised. ValueError: there
+            are no adapters or no weights, or the adapters are not those of `layer` or do not fit the weights.
     """
     if not isinstance(layer, GroupedLinear | GroupedMLP | MoE):
         raise TypeError(
@@ -162,28 +164,54 @@ def merge(layer: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
         )
     axes = getattr(layer, "mesh_axes", None)
 
-    def merged(params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(params)
-        for name, each in adapters.items():
-            if isinstance(each, Mapping):
-                found[name] = merged(params[name], each)
-            elif name.endswith("_a"):
-                if each.shape[-1] != rank:
-                    raise ValueError(
-                        f"`{name}` of merge: rank {each.shape[-1]}, expected {rank}, the `lora_rank` of `layer`, which "
-                        "scales it; merge layers of other options with a layer of these."
-                    )
-                base = name.removesuffix("_a")
-                weight = "kernel" if base == "lora" else base.removesuffix("_lora")
-                value = params[weight]
-                boxed = isinstance(value, nn.meta.AxisMetadata)
-                operands = (nn.meta.unbox(value), each, adapters[f"{base}_b"])
-                new = _layer_lora.merged(f"`{weight}` of merge", axes, *operands, scaling)
-                found[weight] = nn.meta.replace_boxed(value, new) if boxed else new
-        return found
+    def one(path: str, name: str, params: Mapping[str, Any], a: Any, b: Any) -> tuple[str, Any]:
+        weight = "kernel" if name == "lora" else name.removesuffix("_lora")
+        if weight not in params:
+            raise ValueError(
+                f"`{path}{name}_a` of merge: no weight `{weight}` beside it in `params`, expected one; pass the "
+                "weights that the adapters were trained with."
+            )
+        if a.shape[-1] != rank:
+            raise ValueError(
+                f"`{path}{name}_a` of merge: rank {a.shape[-1]}, expected {rank}, the `lora_rank` of `layer`, which "
+                "scales it; merge layers of other options with a layer of these. Layers may be stacked along axis 0 or "
+                "1 alone."
+            )
+        value = params[weight]
+        boxed = isinstance(value, nn.meta.AxisMetadata)
+        new = _layer_lora.merged(f"`{path}{weight}` of merge", axes, nn.meta.unbox(value), a, b, scaling)
+        return weight, nn.meta.replace_boxed(value, new) if boxed else new
 
+    def merged(path: str, params: Any, adapters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
+        """The weights with the adapters added, what is left of the collection, and how many adapters there were."""
+        found, left, count = dict(params), {}, 0
+        for name, each in adapters.items():
+            base = name[:-2]
+            if isinstance(each, Mapping):
+                below = params.get(name, {})
+                new, kept, more = merged(f"{path}{name}.", below if isinstance(below, Mapping) else {}, each)
+                count += more
+                left |= {name: kept} if kept else {}
+                found |= {name: new} if more else {}
+            elif name[-2:] not in ("_a", "_b") or not (base == "lora" or base.endswith("_lora")):
+                left[name] = each
+            elif (other := base + {"_a": "_b", "_b": "_a"}[name[-2:]]) not in adapters:
+                raise ValueError(
+                    f"`{path}{name}` of merge: no `{other}` beside it, expected both factors; pass the whole adapter."
+                )
+            elif name.endswith("_a"):
+                weight, found[weight] = one(path, base, params, each, adapters[other])
+                count += 1
+        return found, left, count
+
+    params, left, count = merged("", variables["params"], variables[LORA])
+    if not count:
+        raise ValueError(
+            "`variables` of merge: no adapter in the collection `lora`, expected that of a GroupedLinear, GroupedMLP "
+            "or MoE; pass the variables that were trained."
+        )
     rest = {name: each for name, each in variables.items() if name != LORA}
-    return rest | {"params": merged(variables["params"], variables[LORA])}
+    return rest | {"params": params} | ({LORA: left} if left else {})
 
 
 class GroupedLinear(nn.Module):

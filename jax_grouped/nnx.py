@@ -126,7 +126,8 @@ class _LoraLayer(RecipeLayer):
         for name, weight in self._adapted().items():
             a, b = self._factors((name,))
             what = f"`{'kernel' if name == 'lora' else name.removesuffix('_lora')}` of {type(self).__name__}.merge"
-            found[name] = _layer_lora.merged(what, self.mesh_axes, weight[...], a, b, self.lora.scaling)
+            value = weight.get_value()
+            found[name] = _layer_lora.merged(what, self.mesh_axes, value, a, b, self.lora.scaling)
         return found
 
     def _take_merged(self, found: dict[str, Array]) -> None:

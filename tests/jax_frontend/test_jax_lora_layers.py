@@ -14,7 +14,7 @@ from flax import nnx as flax_nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_grouped import grouped_mlp, linen, nnx, parallel, routed_mlp
+from jax_grouped import grouped_mlp, linen, nnx, parallel, quantize, routed_mlp
 from jax_grouped.accumulate import StackedRef
 from tests import asserts, bounds
 from tests.bounds import Bounded
@@ -400,6 +400,59 @@ def test_adapters_are_merged_by_their_own_options_alone():
         linen.merge(layer.definition, None)
     with asserts.refused(ValueError, ["`variables` of merge", "no collection `params`", "expected one", "weights"]):
         linen.merge(layer.definition, {"lora": layer.factors})
+
+
+@pytest.mark.rule("LOR-5")
+def test_what_other_modules_keep_beside_adapters_stays():
+    layer = build("linen", "GroupedMLP")
+    own = {"down": X, "head_a": X, "head_b": X}
+    variables = {"params": {"experts": layer.params, "attn": {"kernel": X}}, "lora": {"experts": layer.factors}}
+    expected = linen.merge(layer.definition, variables)
+    assert set(expected) == {"params"}
+    found = linen.merge(layer.definition, {**variables, "lora": {"experts": {**layer.factors, **own}, "attn": own}})
+    same(found["params"], expected["params"])
+    same(found["lora"], {"experts": own, "attn": own})
+
+
+@pytest.mark.rule("LOR-5", "ERR-2")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lora": {"wi_lora_a": None}}, ["`wi_lora_b` of merge", "no `wi_lora_a` beside it", "expected both"]),
+        ({"lora": {"wo_lora_b": None}}, ["`wo_lora_a` of merge", "no `wo_lora_b` beside it", "whole adapter"]),
+        ({"params": {"wi": None}}, ["`wi_lora_a` of merge", "no weight `wi` beside it", "pass the weights"]),
+        ({"params": {"wi": (G + 1, H, 2 * F)}}, ["`wi` of merge", "A of shape", "expected [G, K, r]", "in front of K"]),
+        (
+            {"params": {"wo": (G, F, H + 1)}},
+            ["`wo` of merge", "B of shape", "beside a weight of shape", "pass adapters"],
+        ),
+        ({"params": {"wo": (F, H)}}, ["`wo` of merge", "expected [G, K, N]"]),
+        (
+            {"lora": dict.fromkeys(("wi_lora_a", "wi_lora_b", "wo_lora_a", "wo_lora_b"))},
+            ["no adapter", "expected that"],
+        ),
+    ],
+    ids=lambda value: None,
+)
+def test_adapters_that_do_not_fit_are_not_merged(change: dict[str, dict[str, Any]], words: list[str]):
+    layer = build("linen", "GroupedMLP")
+    variables = {"params": dict(layer.params), "lora": dict(layer.factors)}
+    for collection, entries in change.items():
+        for name, shape in entries.items():
+            if shape is None:
+                del variables[collection][name]
+            else:
+                variables[collection][name] = jnp.zeros(shape)
+    with asserts.refused(ValueError, words):
+        linen.merge(layer.definition, variables)
+
+
+@pytest.mark.rule("LOR-5", "ERR-2")
+def test_a_weight_that_became_quantised_is_not_merged():
+    layer = build("linen", "GroupedMLP")
+    codes = quantize(layer.params["wi"], "mxfp8", axis=1)
+    with asserts.refused(TypeError, ["`wi` of merge", "quantised values", "expected an array", "dequantised"]):
+        linen.merge(layer.definition, {"params": {**layer.params, "wi": codes}, "lora": layer.factors})
 
 
 @pytest.mark.rule("LOR-5", "ERR-1")

@@ -224,6 +224,38 @@ def test_gpt_oss_gives_its_results(tmp_path: Path, block: int | None) -> None:
         bitwise(back[key], each, key)
 
 
+BLOCKS, SCALES = "experts.down_proj_blocks", "experts.down_proj_scales"
+
+
+@pytest.mark.rule("CKP-1", "ERR-1")
+@pytest.mark.parametrize(
+    ("key", "shape", "words"),
+    [
+        (SCALES, None, [f"`{BLOCKS}` without `{SCALES}`", "expected both", "pass the whole weight"]),
+        (BLOCKS, None, [f"`{SCALES}` without `{BLOCKS}`", "expected both", "pass the whole weight"]),
+        (BLOCKS, (E - 1, H, 1, 16), [f"`{BLOCKS}` uint8[{E - 1}, {H}, 1, 16]", f"of {E} experts", "fit together"]),
+        (BLOCKS, (E, H, 16), [f"`{BLOCKS}` uint8[{E}, {H}, 16]", "expected [", "fit together"]),
+        (SCALES, (E - 1, H, 1), [f"`{SCALES}` uint8[{E - 1}, {H}, 1]", f"expected [{E}, {H}, 1]", "each block"]),
+        (SCALES, (E, H, 7), [f"`{SCALES}` uint8[{E}, {H}, 7]", f"expected [{E}, {H}, 1]", "each block"]),
+        (SCALES, (), [f"`{SCALES}` uint8[]", f"expected [{E}, {H}, 1]", "each block"]),
+    ],
+)
+def test_converted_codes_of_gpt_oss_must_fit_together(
+    key: str, shape: tuple[int, ...] | None, words: list[str]
+) -> None:
+    shapes: dict[str, tuple[int, ...] | None] = {
+        "experts.gate_up_proj_blocks": (E, 2 * F, H // 32, 16),
+        "experts.gate_up_proj_scales": (E, 2 * F, H // 32),
+        BLOCKS: (E, H, F // 32, 16),
+        SCALES: (E, H, F // 32),
+    }
+    given = {name: np.full(of, 120, np.uint8) for name, of in (shapes | {key: shape}).items() if of is not None}
+    with refused(ValueError, words):
+        checkpoint.convert({name: torch.from_numpy(each) for name, each in given.items()}, "gpt_oss", "torch_bridge")
+    with refused(ValueError, words):
+        jax_checkpoint.convert({name: jnp.asarray(each) for name, each in given.items()}, "gpt_oss", "jax_grouped")
+
+
 GATES = {
     "swiglu": torch.nn.functional.silu,
     "geglu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
