@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from grouped_core.activations import Activation
 from grouped_core.checkpoint_metadata import NAME, Recorded, check_activations, check_agreement, recorded, reordered
 from grouped_core.checkpoint_plan import WHOLE, Plan, Shard, fixed_or, interleave_option, plan
-from grouped_core.formats import Format
+from grouped_core.formats import Format, as_flag
 from grouped_core.layouts import Layout, dotted, layout_option, stacked, stripped, unwrapped_paths
 from grouped_core.lora_layout import is_factor
 from grouped_core.safetensors_file import Facts, File
@@ -140,6 +140,7 @@ def loading(
         ValueError: the checkpoint is ambiguous, damaged, or does not fit. KeyError: tensors are missing.
         TypeError: an argument has another type.
     """
+    convert = as_flag("convert", convert, "load")
     notes, given = reader.notes, interleave_option(interleave)
     if notes is not None and layout is not None:
         raise ValueError(
@@ -261,7 +262,9 @@ def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None
         theirs = notes.formats.get(stripped(move.sources[0]).removesuffix(f".{move.part}"))
         if ours is None or theirs is None:
             continue
-        if [each.layout for each in ours] != [each.layout for each in theirs]:
+        if [each.layout for each in ours] != [
+            each.layout for each in theirs[: len(ours)]
+        ]:  # of the forms that are read
             raise ValueError(
                 f"checkpoint `{where}`: `{move.sources[0]}` in {', '.join(each.name for each in theirs)}, expected "
                 f"{', '.join(each.name for each in ours)} of the model; make the model in that format."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -180,6 +181,18 @@ def _moved(part: str, step: Step, detail: int | str, facts: Mapping[str, Facts])
         "the weight and quantise it again after the conversion",
         f"{detail}",
     )
+
+
+def _is_of_other_form(part: str) -> bool:
+    return part.startswith("other.")
+
+
+def _joined(facts: Facts, written: _Written) -> Facts:
+    """The facts of a part of a weight in the common form, if its tensors are like the first one, of `facts`."""
+    shape = (written.groups,) * ("{}" in written.paths[0]) + facts.shape
+    if len(written.paths) == 2 and len(shape) == 3:
+        shape = (shape[0], 2 * shape[1], shape[2])
+    return facts._replace(shape=shape)
 
 
 class _Role(NamedTuple):
@@ -450,13 +463,15 @@ class _Maker:
         picked = role.indexed and self.targets is not None and sharded
         before = _Written(self.source, role.paths, local if picked else groups, single and bool(self.source.one))
         after = _Written(self.target, paths, local, single and bool(self.target.one))
-        if other is not None and set(other.parts) != set(role.parts):
+        # Of a form that the model does not hold nothing is read: a layer with adapters has none for a weight gradient.
+        extra = set[str]() if other is None else set(role.parts) - set(other.parts)
+        if other is not None and (set(other.parts) - set(role.parts) or not all(map(_is_of_other_form, extra))):
             self._parts(role, other)
             return
         if self.source.parts.get("values") == "_blocks" and "" not in role.parts:
             self._check_blocks(role, groups)
         common: dict[str, Facts] = {}
-        for part in sorted(role.parts, key=lambda each: each != "values"):
+        for part in sorted((each for each in role.parts if each not in extra), key=lambda each: each != "values"):
             if part and part not in self.target.parts:
                 raise ValueError(
                     f"checkpoint: `{next(role.keys)}` is quantised, expected plain weights for the layout "
@@ -466,10 +481,9 @@ class _Maker:
             keys = role.ordered(part, start if picked else 0, before.groups)
             given = [self.sources[key] for key in keys]
             if part:
-                try:
+                common[part] = _joined(given[0], before)  # by which the first step may be allowed
+                with suppress(ValueError):  # the message is that of the whole conversion
                     common[part] = facts_after(_to_common(before, name, part, None, common), given)[0]
-                except ValueError:  # the message is that of the whole conversion
-                    common[part] = given[0]
             to = _to_common(before, name, part, blocks[0], common)
             away = undone(_to_common(after, name, part, blocks[1], common))
             if sharded and self.targets is not None and not picked:
@@ -517,13 +531,13 @@ class _Maker:
         blocks, scales = (self.sources[keys[part]] for part in ("values", "scales"))
         if len(blocks.shape) != 4 or blocks.shape[0] != groups or blocks.shape[3] != 16:
             raise ValueError(
-                f"checkpoint: `{keys['values']}` {blocks}, expected [{groups}, A, B / 32, 16] of {groups} experts; load "
-                "a checkpoint whose tensors fit together."
+                f"checkpoint: `{keys['values']}` {blocks}, expected [{groups}, A, B / 32, 16] of {groups} experts; "
+                "load a checkpoint whose tensors fit together."
             )
         if scales.shape != blocks.shape[:3]:
             raise ValueError(
-                f"checkpoint: `{keys['scales']}` {scales}, expected {list(blocks.shape[:3])}, a scale for each block of "
-                f"`{keys['values']}`; load a checkpoint whose tensors fit together."
+                f"checkpoint: `{keys['scales']}` {scales}, expected {list(blocks.shape[:3])}, a scale for each block "
+                f"of `{keys['values']}`; load a checkpoint whose tensors fit together."
             )
 
     def _targets(self, at: _Role, other: Role | None, part: str, paths: Paths, groups: int) -> list[str]:

@@ -169,13 +169,18 @@ def _quantised_targets(
     found: dict[str, QTensor[Any]] = {}
     kept = {key: key for key in given}
     for move in made.moves:
-        if move.part != "values" or len(move.targets) != 1 or target.parts.get("values") != ".values":
+        if move.part != "values" or len(move.targets) > 2 or target.parts.get("values") != ".values":
             continue
-        key, origin = move.targets[0].removesuffix(".values"), move.sources[0].removesuffix(".values")
-        if origin in given:
-            kept.pop(origin)
-            q = given[origin]
-            found[key] = _transposed(q) if source.transposed != target.transposed else q
+        keys, origins = ([name.removesuffix(".values") for name in names] for names in (move.targets, move.sources))
+        key = keys[0]
+        if origins[0] in given and len(origins) <= 2:
+            for at, key in enumerate(keys):
+                q = given[origins[at % len(origins)]]
+                if len(keys) != len(origins):  # halves of columns and the whole
+                    q = _of_columns(q, 1 if source.transposed else 0, len(origins), len(keys))
+                found[key] = _transposed(q) if source.transposed != target.transposed else q
+            for origin in origins:
+                kept.pop(origin)
         elif source.parts.get("values") == "_blocks":
             values = result[move.targets[0]]
             shape = (values.shape[0], values.shape[1], 2 * values.shape[2])
@@ -187,6 +192,14 @@ def _quantised_targets(
             if move.targets == (f"{key}.values",):
                 found[key] = given[kept.pop(key)]
     return found
+
+
+def _of_columns(q: QTensor[Any], axis: int, multiplied: int, divided: int) -> QTensor[Any]:
+    """The facts of `q` with so many times the columns, which are axis `axis` of a member."""
+    shape = list(q.shape)
+    shape[1 + axis] = shape[1 + axis] * multiplied // divided
+    other = None if q.other is None else _of_columns(q.other, axis, multiplied, divided)
+    return dataclasses.replace(q, shape=tuple(shape), other=other)
 
 
 def _transposed(q: QTensor[Any]) -> QTensor[Any]:

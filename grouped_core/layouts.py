@@ -225,7 +225,13 @@ def unwrapped_paths(layers: Mapping[str, _Value]) -> dict[str, _Value]:
 
 
 def dotted(prefix: str) -> str:
-    """The start of the keys below the path `prefix`, which may end in a dot already; "" is the start of all keys."""
+    """The start of the keys below the path `prefix`, which may end in a dot already; "" is the start of all keys.
+
+    Raises:
+        TypeError: it is no text.
+    """
+    if not isinstance(prefix, str):
+        raise TypeError(f'`prefix`: {prefix!r}, expected text; pass the path below which the keys are, or "".')
     return f"{prefix.removesuffix('.')}." if prefix else ""
 
 

@@ -19,7 +19,7 @@ import jax_grouped
 from jax_grouped import checkpoint as jax_checkpoint
 from jax_grouped.nnx import MoE
 from tests.asserts import bitwise, refused
-from torch_bridge import Activation, checkpoint, nn, route, routed_mlp
+from torch_bridge import Activation, checkpoint, nn, route, routed_mlp, weight_only
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # the host's
@@ -233,7 +233,7 @@ BLOCKS, SCALES = "experts.down_proj_blocks", "experts.down_proj_scales"
     [
         (SCALES, None, [f"`{BLOCKS}` without `{SCALES}`", "expected both", "pass the whole weight"]),
         (BLOCKS, None, [f"`{SCALES}` without `{BLOCKS}`", "expected both", "pass the whole weight"]),
-        (BLOCKS, (E - 1, H, 1, 16), [f"`{BLOCKS}` uint8[{E - 1}, {H}, 1, 16]", f"of {E} experts", "fit together"]),
+        (BLOCKS, (E - 1, H, 1, 16), ["checkpoint: `experts.", "expected [", "fit together"]),
         (BLOCKS, (E, H, 16), [f"`{BLOCKS}` uint8[{E}, {H}, 16]", "expected [", "fit together"]),
         (SCALES, (E - 1, H, 1), [f"`{SCALES}` uint8[{E - 1}, {H}, 1]", f"expected [{E}, {H}, 1]", "each block"]),
         (SCALES, (E, H, 7), [f"`{SCALES}` uint8[{E}, {H}, 7]", f"expected [{E}, {H}, 1]", "each block"]),
@@ -254,6 +254,67 @@ def test_converted_codes_of_gpt_oss_must_fit_together(
         checkpoint.convert({name: torch.from_numpy(each) for name, each in given.items()}, "gpt_oss", "torch_bridge")
     with refused(ValueError, words):
         jax_checkpoint.convert({name: jnp.asarray(each) for name, each in given.items()}, "gpt_oss", "jax_grouped")
+
+
+def _codes(format: str, *shape: int) -> Any:
+    return jax_grouped.quantize(jnp.asarray(np.random.default_rng(0).normal(size=shape), "bfloat16"), format, axis=1)
+
+
+@pytest.mark.rule("CKP-1")
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "fp8_1x128"])
+def test_halves_of_codes_are_joined_and_split(tmp_path: Path, format: str) -> None:
+    """Scales of single columns go with them, and no value changes."""
+    pair = {"wi_0": _codes(format, E, H, F), "wi_1": _codes(format, E, H, F), "wo": _codes(format, E, F, H)}
+    values = {name: np.asarray(jax_grouped.dequantize(q), np.float32) for name, q in pair.items()}
+    whole = np.concatenate([values["wi_0"], values["wi_1"]], -1)
+    joined = jax_checkpoint.convert(pair, "jax_grouped", "torch_bridge")
+    found = joined["linear_fc1.weight"]
+    assert (found.shape, found.axis) == ((E, 2 * F, H), 2)
+    bitwise(np.asarray(jax_grouped.dequantize(found), np.float32).swapaxes(1, 2), whole)
+    for source, tree in (("torch_bridge", joined), ("jax_grouped", pair)):
+        back = jax_checkpoint.convert(tree, source, "flax")
+        assert back.keys() == pair.keys()
+        for name, q in back.items():
+            assert (q.shape, q.axis, q.format) == (pair[name].shape, 1, pair[name].format)
+            bitwise(np.asarray(jax_grouped.dequantize(q), np.float32), values[name], name)
+    path = tmp_path / "f.safetensors"
+    jax_checkpoint.save(path, pair, "swiglu")
+    loaded = jax_checkpoint.load(path, {"wi": _codes(format, E, H, 2 * F), "wo": _codes(format, E, F, H)})
+    bitwise(np.asarray(jax_grouped.dequantize(loaded["wi"]), np.float32), whole)
+
+
+@pytest.mark.rule("CKP-1", "ERR-1")
+def test_halves_with_a_scale_each_are_not_joined() -> None:
+    pair = {"wi_0": _codes("fp8_tensor", E, H, F), "wi_1": _codes("fp8_tensor", E, H, F)}
+    with refused(ValueError, ["`wi_0.scales`", "several output columns together", "dequantise the weight"]):
+        jax_checkpoint.convert(pair | {"wo": _codes("fp8_tensor", E, F, H)}, "jax_grouped", "torch_bridge")
+
+
+@pytest.mark.rule("CKP-1", "LOR-5")
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "nvfp4"])
+def test_a_quantised_base_loads_beside_adapters(tmp_path: Path, format: str) -> None:
+    """The base holds a form for the gradient of x too, the layer with adapters none."""
+    options: dict[str, Any] = {"recipe": weight_only(format), "quantized_weights": True, "dtype": torch.bfloat16}
+    base, adapted = nn.GroupedMLP(2, H, F, **options), nn.GroupedMLP(2, H, F, lora_rank=4, **options)
+    path, x, sizes = tmp_path / "f.safetensors", torch.randn(9, H).bfloat16(), torch.tensor([4, 5], dtype=torch.int32)
+    checkpoint.save(path, base)
+    checkpoint.load(path, adapted)
+    bitwise(adapted(x, sizes), base(x, sizes))
+    checkpoint.save(path, adapted)
+    with refused(ValueError, ["is quantised with", "expected", "other.scales", "in that form"]):
+        checkpoint.load(path, base)
+
+
+@pytest.mark.rule("CKP-1", "ERR-2")
+def test_options_of_load_have_their_types(tmp_path: Path) -> None:
+    path, layer = tmp_path / "f.safetensors", nn.MoE(H, F, E, 2)
+    checkpoint.save(path, layer)
+    theirs = MoE(H, F, E, 2, rngs=nnx.Rngs(0))
+    for load in (partial(checkpoint.load, path, layer), partial(jax_checkpoint.load, path, theirs)):
+        with refused(TypeError, ["`prefix`: 3", "expected text", "pass the path"]):
+            load(prefix=3)
+        with refused(TypeError, ["`convert` of load: 'no'", "expected True or False"]):
+            load(convert="no")
 
 
 GATES = {
