@@ -276,7 +276,8 @@ def formatted_first(
     read = gradients.formatted_operands(run, op.fc1(), x, wi, group_sizes, extras, asked)
     if again and isinstance(wi, Cached):
         recipe = op.fc1().resolve(operand_spec(run, x), operand_spec(run, wi))
-        reads_source = recipe.forward[1].plain or (needs.x and recipe.dgrad[1].plain)
+        of_input = recipe.dgrad[1].plain or recipe.saved_weights == "input"
+        reads_source = recipe.forward[1].plain or (needs.x and of_input)
         return read._replace(kept_w=wi if reads_source else wi.forms)
     return read
 

@@ -422,8 +422,14 @@ def check_requantize(q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requ
         return
     axis, fmt = next(each for each in wanted if given_form(q, *each) is None)
     operand = "quantised rows" if len(q.shape) == 2 else "a quantised weight"
-    form = "a recipe that reads its format" if fmt.plain else "that form too (`quantize` with both axes)"
+    found = " and ".join(f"{_shown(form.format)} along axis {form.axis}" for form in (q, q.other) if form is not None)
+    how = "both axes and the recipe's own format, e.g. `recipe.wgrad[0]`" if fmt.rotate else "both axes"
+    form = "a recipe that reads its format" if fmt.plain else f"that form too (`quantize` with {how})"
     raise ValueError(
-        f"{operand} {q.shape}: {q.format.name} along axis {q.axis}, expected {fmt.name} along axis {axis}, which a "
-        f"product reads; pass {form}, pass the plain array, or a recipe with requantize='from_dequantized'."
+        f"{operand} {q.shape}: {found}, expected {_shown(fmt)} along axis {axis}, which a product reads; pass {form}, "
+        "pass the plain array, or a recipe with requantize='from_dequantized'."
     )
+
+
+def _shown(fmt: Format) -> str:
+    return f"rotated {fmt.name}" if fmt.rotate else fmt.name

@@ -421,6 +421,27 @@ def test_weights_saved_as_they_came_have_the_same_bits_beside_a_cache(form: str,
     same(found[1], found[0])
 
 
+@pytest.mark.rule("QNT-5", "MLP-2", "MLP-10")
+@pytest.mark.parametrize("recipe", [DELAYED, recipes.FP8Block, recipes.MXFP8], ids=lambda r: r.name)
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+def test_first_weights_are_quantised_again_in_backward_beside_a_cache(listed: bool, recipe: Recipe) -> None:
+    """`save_input` then needs the cached form to make the hidden rows again, and the Parameter for dx."""
+    found: list[list[Any]] = []
+    sizes = torch.tensor([4, 0, 5], dtype=torch.int32)
+    for policy in ("save_fc1", "save_input"):
+        manual_seed(0)
+        options: dict[str, Any] = {"recipe": recipe.replace(saved_weights="input"), "dtype": torch.bfloat16}
+        module = nn.GroupedMLP(3, 48, 32, residuals=policy, single_grouped_weight=not listed, **options)
+        found.append([])
+        for first in (True, False):
+            x = leaf(torch.randn(11, 48).bfloat16())
+            y = module(x, sizes, is_first_microbatch=first)
+            y.backward(torch.ones_like(y))
+            found[-1] += [y.detach(), x.grad]
+        found[-1] += [weight.grad for weight in module.parameters()]
+    same(found[1], found[0])
+
+
 @pytest.mark.rule("QNT-5", "GRD-11")
 @by_recipe
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])

@@ -672,6 +672,13 @@ def test_transforms_are_refused() -> None:
             torch.func.vmap(run)(batch)
 
 
+@pytest.mark.rule("LYR-4")
+def test_a_bias_has_no_gradient_in_transforms_either() -> None:
+    bias, load, scores = torch.randn(E), torch.arange(E, dtype=torch.int32), torch.rand(T, E)
+    for run in (lambda x: route.update_bias(x, load, 0.1), lambda x: route.balance_quantile(scores, x, K)):
+        asserts.bitwise(torch.func.grad(lambda x, run=run: run(x).sum())(bias), torch.zeros(E))
+
+
 @pytest.mark.rule("LYR-3", "LYR-13")
 def test_losses_of_all_ranks_follow_from_their_sums() -> None:
     """What two ranks compute in parallel_checks.py, here by the rules alone: the sums of halves are those of all."""
