@@ -251,9 +251,10 @@ def _refuse_vmap(operands: Sequence[Any], axes: Sequence[Any], *, call: Call) ->
 
 
 def _refuse_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
+    other = "jax.lax.ragged_dot" if call.name.startswith("grouped_matmul") else "operations of jax.numpy"
     raise NotImplementedError(
         f"derivative of {call.name}: asked for forward mode or a second derivative, expected one jax.grad or jax.vjp; "
-        "use jax.lax.ragged_dot where you need more."
+        f"use {other} where you need more."
     )
 
 
