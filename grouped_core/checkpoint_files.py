@@ -262,9 +262,8 @@ def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None
         theirs = notes.formats.get(stripped(move.sources[0]).removesuffix(f".{move.part}"))
         if ours is None or theirs is None:
             continue
-        if [each.layout for each in ours] != [
-            each.layout for each in theirs[: len(ours)]
-        ]:  # of the forms that are read
+        layouts = [[each.layout for each in formats] for formats in (ours, theirs[: len(ours)])]  # those that are read
+        if layouts[0] != layouts[1]:
             raise ValueError(
                 f"checkpoint `{where}`: `{move.sources[0]}` in {', '.join(each.name for each in theirs)}, expected "
                 f"{', '.join(each.name for each in ours)} of the model; make the model in that format."

@@ -463,7 +463,7 @@ class _Maker:
         picked = role.indexed and self.targets is not None and sharded
         before = _Written(self.source, role.paths, local if picked else groups, single and bool(self.source.one))
         after = _Written(self.target, paths, local, single and bool(self.target.one))
-        # Of a form that the model does not hold nothing is read: a layer with adapters has none for a weight gradient.
+        # A form that the model does not hold is not read: beside adapters a layer has that of forward alone.
         extra = set[str]() if other is None else set(role.parts) - set(other.parts)
         if other is not None and (set(other.parts) - set(role.parts) or not all(map(_is_of_other_form, extra))):
             self._parts(role, other)

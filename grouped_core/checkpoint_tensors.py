@@ -169,19 +169,22 @@ def _quantised_targets(
     found: dict[str, QTensor[Any]] = {}
     kept = {key: key for key in given}
     for move in made.moves:
-        if move.part != "values" or len(move.targets) > 2 or target.parts.get("values") != ".values":
+        if move.part != "values" or target.parts.get("values") != ".values":
             continue
         keys, origins = ([name.removesuffix(".values") for name in names] for names in (move.targets, move.sources))
         key = keys[0]
-        if origins[0] in given and len(origins) <= 2:
-            for at, key in enumerate(keys):
+        if all(origin in given for origin in origins):
+            groups = {given[origin].values.shape[0] for origin in origins} | {result[n].shape[0] for n in move.targets}
+            if max(len(keys), len(origins)) > 2 or len(groups) > 1:
+                continue  # expert by expert
+            for at, each in enumerate(keys):
                 q = given[origins[at % len(origins)]]
                 if len(keys) != len(origins):  # halves of columns and the whole
                     q = _of_columns(q, 1 if source.transposed else 0, len(origins), len(keys))
-                found[key] = _transposed(q) if source.transposed != target.transposed else q
+                found[each] = _transposed(q) if source.transposed != target.transposed else q
             for origin in origins:
                 kept.pop(origin)
-        elif source.parts.get("values") == "_blocks":
+        elif source.parts.get("values") == "_blocks" and len(keys) == 1:
             values = result[move.targets[0]]
             shape = (values.shape[0], values.shape[1], 2 * values.shape[2])
             axis = 2

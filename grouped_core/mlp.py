@@ -268,7 +268,7 @@ def formatted_first(
     """Returns x and wi in the formats of the first product; the policy `save_input` saves the inputs themselves.
 
     For a weight with forms cached by its layer, `save_input` saves those forms: the layer may replace them before
-    backward.
+    backward. It saves the weight too where a product of backward reads that.
     """
     again, cached = op.residuals.policy == "save_input", isinstance(wi, Cached)
     rows = needs.wi and not again and op.keeps_rows
@@ -276,8 +276,8 @@ def formatted_first(
     read = gradients.formatted_operands(run, op.fc1(), x, wi, group_sizes, extras, asked)
     if again and isinstance(wi, Cached):
         recipe = op.fc1().resolve(operand_spec(run, x), operand_spec(run, wi))
-        of_input = recipe.dgrad[1].plain or recipe.saved_weights == "input"
-        reads_source = recipe.forward[1].plain or (needs.x and of_input)
+        dgrad_reads = recipe.dgrad[1].plain or recipe.saved_weights == "input"
+        reads_source = recipe.forward[1].plain or (needs.x and dgrad_reads)
         return read._replace(kept_w=wi if reads_source else wi.forms)
     return read
 
