@@ -243,6 +243,15 @@ def check_floats(function: str, name: str, spec: ArraySpec | None) -> None:
         raise TypeError(f"`{name}` of {function}: dtype {spec.dtype}, expected one of {', '.join(WIDE)}; cast it.")
 
 
+def check_added(function: str, name: str, dtype: str) -> None:
+    """Refuses a dtype in which the gradient of `name`, a sum of rows, cannot be. Raises ValueError."""
+    if dtype not in WIDE:
+        raise ValueError(
+            f"`{name}` of {function}: {dtype} that needs a gradient, expected one of {', '.join(WIDE)}, in which rows "
+            "are added; cast it, or take no gradient of it."
+        )
+
+
 def _slots(function: str, experts: ArraySpec) -> None:
     if experts.shape[1] < 1:
         raise ValueError(

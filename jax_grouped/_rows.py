@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
-from grouped_core import exchange, routed
+from grouped_core import exchange, routed, routing_spec
 from grouped_core import routing as rules
 from grouped_core.calls import spec_of
 from grouped_core.exchange import Exchange, Sent
@@ -89,8 +89,10 @@ def _asked(primal: Any) -> bool:
 
 def _permute_fwd(options: Places | Exchange, *primals: Any) -> tuple[Any, _Moved]:
     x, probs, experts = custom_vjp_primal_tree_values(primals)
-    rows, found = _permute_value(options, x, probs, experts)
     needs = (_asked(primals[0]), _asked(primals[1]))
+    if needs[0]:
+        routing_spec.check_added("permute", "x", spec_of(x).dtype)
+    rows, found = _permute_value(options, x, probs, experts)
     entries = found.entries if isinstance(found, Sent) else None
     return (rows, found), _moved((x, probs), needs, None, found.inverse, entries=entries)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import plans, routing_calls, routing_spec
+from grouped_core import routing_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import as_flag
 from grouped_core.linear_spec import check_made_by
@@ -286,10 +286,9 @@ def _permute(
 
     def check(x: Any, experts: Any, probs: Any) -> None:
         routing_spec.check_permute(x, experts, num_groups, probs)
-        rows = routing_spec.row_count(experts.shape[0] * experts.shape[1], *static)
-        if needs_x:  # planning the gradient, for any architecture, refuses dtypes in which rows cannot be added
-            of_rows, inverse = ArraySpec((rows, x.shape[1]), x.dtype), ArraySpec(experts.shape, "int32")
-            plans.attempt(routing_calls.combine_rows(of_rows, inverse, x.dtype), "cpu")
+        routing_spec.row_count(experts.shape[0] * experts.shape[1], *static)
+        if needs_x:
+            routing_spec.check_added("permute", "x", x.dtype)
 
     _checked("permute", {"x": x, "experts": experts, "probs": probs}, (static, needs_x), check)
     rows, sizes, source, inverse, dropped, *rest = _routing.permute(static, PermuteOperands(x, _int32(experts), probs))

@@ -432,6 +432,13 @@ def test_rows_of_any_dtype_are_copied(dtype: str) -> None:
 
 
 @pytest.mark.rule("LYR-5", "ERR-1")
+def test_a_gradient_of_rows_in_8_bits_is_refused() -> None:
+    x, experts = jnp.ones((4, 8), jnp.float8_e4m3fn), jnp.zeros((4, 2), jnp.int32)
+    with asserts.refused(ValueError, ["`x` of permute", "float8_e4m3fn that needs a gradient", "float16", "cast it"]):
+        jax.grad(lambda x: route.permute(x, experts, 3)[0].astype("float32").sum())(x)
+
+
+@pytest.mark.rule("LYR-5", "ERR-1")
 def test_rows_of_other_dtypes_are_refused() -> None:
     x, sizes = jnp.zeros((2, 4), jnp.int16), jnp.array([2], jnp.int32)
     fragments = ("int16", "expected one of float32", "cast it")
