@@ -19,7 +19,18 @@ from grouped_core.layouts import LAYOUTS
 from grouped_core.safetensors_file import File
 from tests.asserts import bitwise, refused
 from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, written
-from torch_bridge import MXFP8, Activation, FP8Block, FP8Delayed, QTensor, checkpoint, dequantize, nn, quantize
+from torch_bridge import (
+    MXFP8,
+    Activation,
+    FP8Block,
+    FP8Delayed,
+    QTensor,
+    checkpoint,
+    dequantize,
+    nn,
+    quantize,
+    weight_only,
+)
 
 
 def moe(seed: int = 0, **options: Any) -> nn.MoE:
@@ -197,6 +208,18 @@ def adapted(kind: str, block: int | None, seed: int = 0, **options: Any) -> Any:
 
 def result(layer: Any) -> Tensor:
     return layer(rows(), torch.tensor([4, 0, 3, 2])) if isinstance(layer, nn.GroupedMLP) else layer(rows())[0]
+
+
+@pytest.mark.rule("CKP-1", "ERR-1")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_entries_that_are_no_tensors_are_named(quantized: bool) -> None:
+    options: dict[str, Any] = {"recipe": weight_only("mxfp4"), "quantized_weights": True} if quantized else {}
+    for single in (True, False):
+        state = nn.GroupedMLP(2, 64, 32, single_grouped_weight=single, **options).state_dict()
+        key = f"linear_fc2.weight{'' if single else '1'}{'.scales' if quantized else ''}"
+        layer = nn.GroupedMLP(2, 64, 32, single_grouped_weight=single if quantized else not single, **options)
+        with refused(ValueError, ["checkpoint: `", "linear_fc2.weight", "a NoneType", "expected", "load a"]):
+            layer.load_state_dict(state | {key: None})
 
 
 @pytest.mark.rule("CKP-6", "LOR-5")

@@ -305,6 +305,12 @@ def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
                 f"checkpoint: `{prefix}{name}` is quantised without {', '.join(missing)}, expected "
                 f"{', '.join(like)}; load a checkpoint of weights in {weight.q.format.name}, or plain ones."
             )
+        for part, entry in found.items():
+            if not isinstance(entry, Tensor):
+                raise ValueError(
+                    f"checkpoint: `{prefix}{name}.{part}`: a {type(entry).__name__}, expected a tensor; load a "
+                    "complete checkpoint."
+                )
         whole = {part: tensor if grouped else tensor[None] for part, tensor in found.items()}
         for part, tensor in whole.items():
             if (tuple(tensor.shape), tensor.dtype) != (tuple(named_parts(weight.q)[part].shape), like[part].dtype):

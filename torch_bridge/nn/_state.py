@@ -76,6 +76,10 @@ def adapt(
                 )
         state[whole] = torch.stack([state.pop(key) for key in indexed])
     elif not grouped and whole in state:
+        if not isinstance(state[whole], Tensor):
+            raise ValueError(
+                f"checkpoint: `{whole}`: {_shown(state[whole])}, expected a tensor; load a complete checkpoint."
+            )
         split = _members if suffix else _split
         members = split(whole, state[whole], groups, tuple(shape))
         del state[whole]
