@@ -22,12 +22,16 @@ ROUTED_NAMES = MlpNames(sizes="experts", probs="weights")
 _TRANSPOSED = (NAMES.w, MLP_NAMES.wi, MLP_NAMES.wo)
 
 
-def check_operand(name: str, value: Any, x: Tensor) -> None:
-    """Checks that `value` is a contiguous tensor on the device of `x`. Raises TypeError or ValueError otherwise."""
+def check_operand(name: str, value: Any, x: Tensor, of: str = "x") -> None:
+    """Checks that `value` is a contiguous tensor on the device of `x`, which messages call `of`.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"`{name}`: {type(value).__name__}, expected a torch.Tensor; convert it first.")
     if value.device != x.device:
-        raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `x`; move it with `.to`.")
+        raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `{of}`; move it with `.to`.")
     check_layout(name, value)
     if not value.is_contiguous():
         remedy = ", or for a transposed weight change `rhs_transposed`" if name.split("[")[0] in _TRANSPOSED else ""
@@ -37,9 +41,9 @@ def check_operand(name: str, value: Any, x: Tensor) -> None:
         )
 
 
-def check_readable(name: str, value: Any, x: Tensor) -> None:
+def check_readable(name: str, value: Any, x: Tensor, of: str = "x") -> None:
     """Checks what a kernel reads: as `check_operand`, and that it has memory. Raises TypeError or ValueError."""
-    check_operand(name, value, x)
+    check_operand(name, value, x, of)
     check_memory(name, value)
 
 

@@ -558,11 +558,11 @@ def _checked(name: str, tensors: dict[str, Any], static: Any, check: Callable[..
             return _results[key]
     except TypeError:  # an option without a hash, such as a list, which the checks refuse
         facts = None
-    first = next(iter(tensors.values()))
+    of, first = next(iter(tensors.items()))
     for argument, each in tensors.items():
         if each is None and argument in _OPTIONAL.get(name, ()):
             continue
-        check_readable(argument, each, first)
+        check_readable(argument, each, first, of)
     found = check(**{argument: _spec(argument, each) for argument, each in tensors.items()})
     return found if facts is None else _results.keep(key, found)
 

@@ -672,6 +672,20 @@ def test_transforms_are_refused() -> None:
             torch.func.vmap(run)(batch)
 
 
+@pytest.mark.rule("ERR-1")
+def test_tensors_on_another_device_are_compared_with_the_first() -> None:
+    rows, away = torch.zeros(T, E), {"device": "meta"}
+    calls: dict[tuple[str, str], Callable[[], Any]] = {
+        ("load", "bias"): lambda: route.update_bias(rows[0], torch.zeros(E, dtype=torch.int32, **away), 0.1),
+        ("bias", "logits"): lambda: route.topk_router(rows, K, bias=torch.zeros(E, **away)),
+        ("sizes", "rows"): lambda: route.pad_groups(rows, torch.zeros(2, dtype=torch.int32, **away), 4),
+        ("experts", "x"): lambda: route.permute(rows, torch.zeros(T, K, dtype=torch.int32, **away), E),
+    }
+    for (name, first), call in calls.items():
+        with asserts.refused(ValueError, [f"`{name}`: on meta", f"expected cpu = device of `{first}`", "move it"]):
+            call()
+
+
 @pytest.mark.rule("LYR-4")
 def test_a_bias_has_no_gradient_in_transforms_either() -> None:
     bias, load, scores = torch.randn(E), torch.arange(E, dtype=torch.int32), torch.rand(T, E)
