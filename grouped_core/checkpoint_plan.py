@@ -183,12 +183,8 @@ def _moved(part: str, step: Step, detail: int | str, facts: Mapping[str, Facts])
     )
 
 
-def _is_of_other_form(part: str) -> bool:
-    return part.startswith("other.")
-
-
-def _joined(facts: Facts, written: _Written) -> Facts:
-    """The facts of a part of a weight in the common form, if its tensors are like the first one, of `facts`."""
+def _whole(facts: Facts, written: _Written) -> Facts:
+    """The facts of a part of a whole weight whose tensors, of experts and of halves, are all like one of `facts`."""
     shape = (written.groups,) * ("{}" in written.paths[0]) + facts.shape
     if len(written.paths) == 2 and len(shape) == 3:
         shape = (shape[0], 2 * shape[1], shape[2])
@@ -465,7 +461,9 @@ class _Maker:
         after = _Written(self.target, paths, local, single and bool(self.target.one))
         # A form that the model does not hold is not read: beside adapters a layer has that of forward alone.
         extra = set[str]() if other is None else set(role.parts) - set(other.parts)
-        if other is not None and (set(other.parts) - set(role.parts) or not all(map(_is_of_other_form, extra))):
+        if other is not None and (
+            set(other.parts) - set(role.parts) or not all(each.startswith("other.") for each in extra)
+        ):
             self._parts(role, other)
             return
         if self.source.parts.get("values") == "_blocks" and "" not in role.parts:
@@ -481,7 +479,7 @@ class _Maker:
             keys = role.ordered(part, start if picked else 0, before.groups)
             given = [self.sources[key] for key in keys]
             if part:
-                common[part] = _joined(given[0], before)  # by which the first step may be allowed
+                common[part] = _whole(given[0], before)  # tells `_moved` whether its rows are those of the values
                 with suppress(ValueError):  # the message is that of the whole conversion
                     common[part] = facts_after(_to_common(before, name, part, None, common), given)[0]
             to = _to_common(before, name, part, blocks[0], common)
@@ -529,7 +527,7 @@ class _Maker:
                 missing = f"{some.removesuffix('_blocks').removesuffix('_scales')}{ending}"
                 raise ValueError(f"checkpoint: `{some}` without `{missing}`, expected both; pass the whole weight.")
         blocks, scales = (self.sources[keys[part]] for part in ("values", "scales"))
-        if len(blocks.shape) != 4 or blocks.shape[0] != groups or blocks.shape[3] != 16:
+        if len(blocks.shape) != 4 or blocks.shape[0] != groups:
             raise ValueError(
                 f"checkpoint: `{keys['values']}` {blocks}, expected [{groups}, A, B / 32, 16] of {groups} experts; "
                 "load a checkpoint whose tensors fit together."

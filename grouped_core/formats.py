@@ -35,7 +35,8 @@ def as_flag(name: str, value: Any, of: str = "") -> bool:
     """
     if not isinstance(value, (bool, np.bool_)):
         place = f" of {of}" if of else ""
-        shown = repr(value) if len(repr(value)) <= 80 else f"a {type(value).__name__}"
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else f"a {type(value).__name__}"  # a recipe is 2 000 letters long
         raise TypeError(f"`{name}`{place}: {shown}, expected True or False; pass one of them.")
     return bool(value)
 

@@ -28,10 +28,10 @@ default_a_init: Initializer = jax.nn.initializers.variance_scaling(1 / 3, "fan_i
 """Uniform within 1/sqrt(K), as in the layers of torch_bridge."""
 
 
-def shapes(weight: tuple[int, int, int], rank: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Shapes of A [G, K, r] and B [G, r, N] beside a weight [G, K, N]."""
-    groups, depth, columns = weight
-    return (groups, depth, rank), (groups, rank, columns)
+def shapes(weight: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of A [*G, K, r] and B [*G, r, N] beside a weight [*G, K, N]."""
+    *groups, depth, columns = weight
+    return (*groups, depth, rank), (*groups, rank, columns)
 
 
 def initial(key: Any, weight: tuple[int, int, int], rank: int, dtype: Any) -> tuple[Array, Array]:
@@ -95,9 +95,7 @@ def _check_fit(name: str, weight: Any, a: Any, b: Any) -> None:
         raise ValueError(
             f"{name}: shape {shape}, expected [G, K, N]; pass the weight that the adapter was trained with."
         )
-    rank = of_a[-1] if of_a else 0
-    wanted = (*shape[:-1], rank), (*shape[:-2], rank, shape[-1])
-    if (of_a, of_b) != wanted:
+    if (of_a, of_b) != shapes(shape, of_a[-1] if of_a else 0):
         raise ValueError(
             f"{name}: A of shape {of_a} and B of shape {of_b} beside a weight of shape {shape}, expected [G, K, r] and "
             "[G, r, N] beside [G, K, N]; pass adapters that were trained beside this weight. Layers may be stacked "

@@ -126,7 +126,7 @@ class _LoraLayer(RecipeLayer):
         for name, weight in self._adapted().items():
             a, b = self._factors((name,))
             what = f"`{'kernel' if name == 'lora' else name.removesuffix('_lora')}` of {type(self).__name__}.merge"
-            value = weight.get_value()
+            value = weight.get_value()  # as `[...]`, which a quantised one does not have
             found[name] = _layer_lora.merged(what, self.mesh_axes, value, a, b, self.lora.scaling)
         return found
 

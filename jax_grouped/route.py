@@ -321,7 +321,8 @@ def permute(
         rows [M, H] in the dtype of x (padding is zero), group sizes int32 [G] with padding, `Permutation`.
 
     Raises:
-        ValueError: shapes do not fit, or `num_groups`, `align` or `max_rows` is out of range.
+        ValueError: shapes do not fit, `num_groups`, `align` or `max_rows` is out of range, or x has 8 bits and needs a
+            gradient.
         TypeError: a dtype does not fit.
     """
     num_groups, align, max_rows = routing_spec.integers(

@@ -210,8 +210,8 @@ def _label(name: str, value: object) -> str:
         return name if value else f"no_{name}"
     if isinstance(value, tuple) and all(isinstance(part, bool) for part in value):
         return name + "".join("01"[part] for part in value)
-    if isinstance(value, tuple) and all(isinstance(part, str) for part in value):
-        return "_".join(value)
+    if isinstance(value, tuple) and all(part is None or isinstance(part, str | int) for part in value):
+        return "_".join(map(str, value))
     if isinstance(value, str | int | cases.Case):
         return str(value)
     return (

@@ -261,8 +261,8 @@ def permute(
             `Permutation`.
 
     Raises:
-        TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices, layouts or options.
-            RuntimeError: differentiated twice.
+        TypeError: wrong dtypes, or an argument is not a tensor. ValueError: shapes, devices, layouts or options; x has
+            8 bits and needs a gradient. RuntimeError: differentiated twice.
     """
     rows, sizes, source, inverse, dropped, *of_rows = _run("permute", x, experts, probs, num_groups, align, max_rows)
     permutation = Permutation(source, inverse, of_rows[0] if len(of_rows) > 0 else None, dropped)

@@ -432,7 +432,6 @@ def test_what_other_modules_keep_beside_adapters_stays():
             ["no adapter", "expected that"],
         ),
     ],
-    ids=lambda value: None,
 )
 def test_adapters_that_do_not_fit_are_not_merged(change: dict[str, dict[str, Any]], words: list[str]):
     layer = build("linen", "GroupedMLP")
