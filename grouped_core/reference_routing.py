@@ -175,13 +175,17 @@ def _router_grad(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     if o["sequence_sizes"] is not None:
         sequence = _sequence_of(o["sequence_sizes"], tokens)
         counted = sequence < len(o["slopes"])
-        slopes = np.where(counted[:, None], o["slopes"][np.where(counted, sequence, 0)], 0.0) * o["d_losses"][0]
+        # Losses without coefficients, whose slopes are 0, add nothing, whatever the logits are: 0 times NaN is NaN.
+        slopes = np.where(counted[:, None], o["slopes"][np.where(counted, sequence, 0)], 0.0)
+        has_aux = slopes.any(axis=1)
+        slopes, given = slopes[has_aux] * o["d_losses"][0], scores[has_aux]
         if p["score"] != "softmax":
-            sums = scores.sum(axis=1, keepdims=True) + TINY
-            slopes = (slopes - (slopes * scores / sums).sum(axis=1, keepdims=True)) / sums
-        of_scores += slopes
-        factor = 2 * log_sum(logits) * o["z_slope"][0] * o["d_losses"][1]
-        of_logits += np.where(counted, factor, 0.0)[:, None] * softmax(logits)
+            sums = given.sum(axis=1, keepdims=True) + TINY
+            slopes = (slopes - (slopes * given / sums).sum(axis=1, keepdims=True)) / sums
+        of_scores[has_aux] += slopes
+        if o["z_slope"][0]:
+            factor = 2 * log_sum(logits[counted]) * o["z_slope"][0] * o["d_losses"][1]
+            of_logits[counted] += factor[:, None] * softmax(logits[counted])
     if p["score"] == "softmax":
         of_logits += scores * (of_scores - (scores * of_scores).sum(axis=1, keepdims=True))
     else:
@@ -208,8 +212,10 @@ def _router_losses(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     share = p["aux_coeff"] / max((tokens > 0).sum(), 1)
     slopes = (share * experts / (p["slots"] * np.maximum(tokens, 1.0) ** 2))[:, None] * o["counts"]
     z_slope = p["z_coeff"] / all_tokens
-    z_loss = z_slope * squares.sum() if z_slope else 0.0  # the sum may be infinite where nobody asks for the loss
-    results["losses"][...] = (slopes * o["prob_sums"]).sum(), z_loss, entropy.sum() / all_tokens
+    # Sums may be NaN or infinite where nobody asks for the loss.
+    aux_loss = (slopes * o["prob_sums"]).sum() if share else 0.0
+    z_loss = z_slope * squares.sum() if z_slope else 0.0
+    results["losses"][...] = aux_loss, z_loss, entropy.sum() / all_tokens
     results["slopes"][...], results["z_slope"][...] = slopes, z_slope
     lost = 0 if o["dropped"] is None else int(np.asarray(o["dropped"])[0])
     results["lost"][...], results["overflow"][...] = lost, lost > 0

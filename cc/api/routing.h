@@ -121,7 +121,8 @@ struct RouterSums {
 
 // The gradient of the logits: of the weights (d_weights), of sum over e of slopes[s, e] * probs[t, e] times
 // d_losses[0], s the sequence of token t, and of the squared logsumexp times z_slope[0] * d_losses[1]. Tokens past the
-// sequences have no part of the latter two.
+// sequences have no part of the latter two. Losses without coefficients, whose slopes are 0, add nothing, whatever the
+// logits are: slopes that are 0 throughout a sequence, and a z_slope of 0.
 struct RouterGrad {
   static constexpr const char* kName = "router_grad";
   TensorView logits;
@@ -174,6 +175,7 @@ struct ChosenSoftmaxGrad {
 // logsumexp, entropy and tokens, k = slots per token, R the number of sequences with tokens:
 //   losses[0] = aux_coeff / R * sum over s of E / (k n_s^2) * sum over e of P_se C_se     losses[1] = z_coeff Z / n
 //   losses[2] = H / n        slopes[s, e] = d losses[0] / d P_se        z_slope[0] = d losses[1] / d Z
+// A loss whose coefficient is 0 is 0, whatever the sums are.
 // Slots that were dropped pass through, 0 where they are absent, so that metrics need no launch of their own.
 struct RouterLosses {
   static constexpr const char* kName = "router_losses";

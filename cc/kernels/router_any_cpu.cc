@@ -226,7 +226,8 @@ void launch_sums(const RouterSums& call, const Context& context) {
 // scale * d_j. Of probs p_e = s_e / D: (c_e - sum of c_i p_i) / D with c_e = slopes_e * d_losses[0]. Then dl_e = s_e
 // (d_s_e - sum of s_i d_s_i) for softmax, in which D = 1 and c goes in whole, and dl_e = d_s_e s'(l_e) for the others.
 // With after_topk the weights are functions of the chosen logits, and the first part is added to dl. Last comes what
-// the squared logsumexp gives: 2 logsumexp softmax_e z_slope d_losses[1].
+// the squared logsumexp gives: 2 logsumexp softmax_e z_slope d_losses[1]. Losses without coefficients, whose slopes are
+// 0, add nothing, whatever the logits and d_losses are: 0 times NaN would be NaN.
 
 void route_back(const RouterGrad& call, const std::vector<int64_t>& ends, int64_t token) {
   const int64_t count = call.logits.dims[1], k = call.experts.dims[1];
@@ -262,8 +263,8 @@ void route_back(const RouterGrad& call, const std::vector<int64_t>& ends, int64_
     }
   }
   const bool losses = call.sequence_sizes.present() && token < ends.back();
-  if (losses) {
-    const float* of_probs = call.slopes.as<const float>() + group_of_row(ends, token) * count;
+  const float* of_probs = losses ? call.slopes.as<const float>() + group_of_row(ends, token) * count : nullptr;
+  if (losses && std::any_of(of_probs, of_probs + count, [](float slope) { return slope != 0.0f; })) {
     const float d_aux = call.d_losses.as<const float>()[0];
     const auto c = [&](int64_t e) { return fl_mul(of_probs[e], d_aux); };
     const float divisor = divisor_of(score, scores.data(), count);
@@ -295,8 +296,9 @@ void route_back(const RouterGrad& call, const std::vector<int64_t>& ends, int64_
   for (int64_t j = 0; call.scores.after_topk && j < k; ++j) {
     if (experts[j] >= 0 && experts[j] < count) result[experts[j]] = fl_add(result[experts[j]], of_parts[j]);
   }
-  if (losses) {
-    const float slope = fl_mul(call.z_slope.as<const float>()[0], call.d_losses.as<const float>()[1]);
+  const float z_slope = losses ? call.z_slope.as<const float>()[0] : 0.0f;
+  if (z_slope != 0.0f) {
+    const float slope = fl_mul(z_slope, call.d_losses.as<const float>()[1]);
     const float factor = fl_mul(fl_mul(2.0f, softmax.log_sum()), slope);
     for (int64_t e = 0; e < count; ++e) result[e] = fl_add(result[e], fl_mul(factor, softmax.value(logits[e])));
   }
@@ -335,6 +337,7 @@ void launch_losses(const RouterLosses& call, const Context&) {
     const float factor =
         fl_div(fl_mul(share, static_cast<float>(experts)), fl_mul(fl_mul(static_cast<float>(call.slots), n), n));
     for (int64_t e = 0; e < experts; ++e) slopes[e] = fl_mul(factor, static_cast<float>(counts[e]));
+    if (factor == 0.0f) continue;  // without a coefficient 0, though 0 times NaN is NaN
     aux = fl_add(aux, lane_sum(experts, [&](int64_t e) { return fl_mul(slopes[e], sums[e]); }));
   }
   const float z_slope = fl_div(call.z_coeff, all);

@@ -12,6 +12,7 @@
 // D is 1 and ds_e = c_e; then dl_e = s_e (ds_e - sum of s_i ds_i), which subtracts the mean itself. Other scores depend
 // on their own logit: dl_e = ds_e s'(l_e). With after_topk the parts are exp(l - most): the part's gradient times the
 // part is the chosen logit's, and nothing of it goes through the scores. Last, d (logsumexp)^2 = 2 logsumexp softmax_e.
+// Losses without coefficients, whose slopes are 0, add nothing, whatever the logits and d_losses are.
 //
 // No shared memory and no barrier; arrays stay in registers: 32, 34, 44, 58, 90 and 152 of them for up to 32, 64, 128,
 // 256, 512 and 1024 experts (sm_90), nothing spilled.
@@ -87,7 +88,14 @@ template <int kPer>
 __device__ void add_probs_gradient(const Problem& p, int sequence, const float (&scores)[kPer], float (&grads)[kPer]) {
   const float* slopes = p.slopes + static_cast<int64_t>(sequence) * p.count;
   const float d_aux = p.d_losses[0];
-  for_experts<kPer>(p.count, [&](int i, int expert) { grads[i] = fl_mul(slopes[expert], d_aux); });
+  bool any = false;
+  for_experts<kPer>(p.count, [&](int i, int expert) {
+    grads[i] = slopes[expert];
+    any |= grads[i] != 0.0f;
+  });
+  if (!__any_sync(~0u, any)) return;  // no coefficient: 0 times NaN would be NaN
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) grads[i] = fl_mul(grads[i], d_aux);
   if (p.scoring.score == Score::softmax) return;
   const float divisor = divisor_of(p.scoring.score, scores, p.count);
   const float mean = sum_experts<kPer>(p.count, [&](int i) { return fl_mul(grads[i], fl_div(scores[i], divisor)); });
@@ -125,8 +133,9 @@ __global__ void __launch_bounds__(kTokenThreads, grad_blocks(kPer)) route_back(c
 #pragma unroll
     for (int i = 0; i < kPer; ++i) grads[i] = fl_mul(grads[i], own_score(p.scoring.score, logits[i]).slope);
   }
-  if (sequence >= 0) {
-    const float factor = fl_mul(fl_mul(2.0f, softmax.log_sum()), fl_mul(p.z_slope[0], p.d_losses[1]));
+  const float z_slope = sequence >= 0 ? p.z_slope[0] : 0.0f;
+  if (z_slope != 0.0f) {  // likewise
+    const float factor = fl_mul(fl_mul(2.0f, softmax.log_sum()), fl_mul(z_slope, p.d_losses[1]));
     for_experts<kPer>(p.count,
                       [&](int i, int) { grads[i] = fl_add(grads[i], fl_mul(factor, softmax.value(logits[i]))); });
   }

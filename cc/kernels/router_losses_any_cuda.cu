@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) find_slopes(const __grid_constant__ 
       sum = fl_add(sum, fl_mul(slope, p.prob_sums[first + e]));
     }
     sum = warp_sum(sum);
-    if (lane_id() == 0) p.aux[s] = sum;
+    if (lane_id() == 0) p.aux[s] = factor == 0.0f ? 0.0f : sum;  // without a coefficient 0, though 0 times NaN is NaN
   }
   if (p.sequences > kOneBlock) return;
   __syncthreads();

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from grouped_core import calls, reference_routing
 from grouped_core import routing_calls as routing
 from grouped_core.calls import SLOTS, Call, spec_of
+from grouped_core.reference import Oracle
 from grouped_core.routing_calls import GroupLimit, Scores
 from tests import asserts, bounds, cases
 from tests.native.runner import Native, kernels
@@ -166,6 +167,32 @@ def test_gradients_of_logits(kernel, shape, scores, masked, of):
     run(kernel, routing.router_grad(spec_of(given["logits"]), k, scores, **options), **given)
 
 
+@pytest.mark.rule("LYR-3")
+@pytest.mark.matrix(kernel=kernels("router_grad"), scores=SCORES)
+def test_a_loss_without_a_coefficient_adds_nothing_to_gradients(kernel, scores):
+    """Whatever the logits and the gradients of the losses are."""
+    logits, sizes = draw(9, 40), np.array([4, 5], np.int32)
+    logits[0, 3], logits[1, 5], logits[2, 9], logits[6, 7] = np.nan, np.inf, -np.inf, np.nan
+    given: dict[str, Any] = {"logits": logits, "experts": slots(9, 4, 40, "off"), "d_weights": draw(9, 4, seed="dw")}
+    off = {"sequence_sizes": sizes, "slopes": np.zeros((2, 40), np.float32), "z_slope": np.zeros(1, np.float32)}
+    off["d_losses"] = np.array([np.inf, np.nan], np.float32)
+
+    def gradient(runner: Any, **arrays: Any) -> Any:
+        of_losses = spec_of(sizes) if "sequence_sizes" in arrays else None
+        call = routing.router_grad(spec_of(logits), 4, scores, weights=True, sequence_sizes=of_losses)
+        return runner(call, [arrays.get(slot) for slot in SLOTS[call.name]])[0]
+
+    for runner in (Native(kernel, check=False), Oracle()):
+        alone = gradient(runner, **given)
+        asserts.bitwise(gradient(runner, **given, **off), alone)
+        asserts.bitwise(np.isfinite(alone[2:6]), np.ones((4, 40), bool), "gradients of the weights")
+        if scores.score == "sigmoid":  # an infinite logit has an infinite logsumexp, but the other loss is finite
+            balanced = off | {"slopes": np.abs(draw(2, 40, seed="slopes")), "d_losses": np.ones(2, np.float32)}
+            found = gradient(runner, **given, **balanced)
+            asserts.bitwise(np.isfinite(found[1]), np.ones(40, bool), "gradients of the auxiliary loss")
+            assert (found[1] != alone[1]).any()
+
+
 @pytest.mark.rule("LYR-1")
 @pytest.mark.matrix(kernel=kernels("chosen_softmax_grad"), shape=SHAPES, scale=(1.0, 2.5, -0.3), dropped=(False, True))
 def test_gradients_of_logits_from_weights(kernel, shape, scale, dropped):
@@ -283,15 +310,20 @@ def test_losses(kernel, sequences, dropped):
 
 
 @pytest.mark.rule("LYR-3")
-@pytest.mark.parametrize("kernel", kernels("router_losses"))
-def test_a_loss_without_a_coefficient_is_zero_though_its_sum_overflows(kernel):
+@pytest.mark.matrix(
+    kernel=kernels("router_losses"),
+    coefficients=((0.0, 0.0), (0.5, 0.0), (0.0, 0.25)),
+    bad=("inf", "nan"),
+    sequences=(1, 33),
+)
+def test_a_loss_without_a_coefficient_is_zero_whatever_its_sums(kernel, coefficients, bad, sequences):
     given = {
-        "prob_sums": np.ones((1, 8), np.float32),
-        "counts": np.ones((1, 8), np.int32),
-        "stat_sums": np.array([[np.inf, 1, 4]], np.float32),
+        "prob_sums": np.full((sequences, 8), float(bad), np.float32),
+        "counts": np.ones((sequences, 8), np.int32),
+        "stat_sums": np.tile(np.array([float(bad), 1, 4], np.float32), (sequences, 1)),
     }
-    losses, *_ = run(kernel, routing.router_losses(spec_of(given["prob_sums"]), 2, 0.5, 0.0, dropped=False), **given)
-    assert losses[1] == 0
+    losses, *_ = run(kernel, routing.router_losses(spec_of(given["prob_sums"]), 2, *coefficients), **given)
+    np.testing.assert_array_equal(losses[:2], [float(bad) if coefficient else 0 for coefficient in coefficients])
 
 
 @pytest.mark.parametrize("kernel", kernels("jitter"))

@@ -358,7 +358,11 @@ def test_losses_without_coefficients_take_no_part(frontend: Frontend, losses: di
     logits[3, 0] = np.inf
     operands = (logits, K, draw(T, K, seed="dw"), {"score": "sigmoid", **losses})
     _same(frontend, "router", "weights experts load losses dropped entropy dx", *operands)
-    assert np.isfinite(as_numpy(frontend.router(*operands)[-1])).all() == (not losses)
+    assert np.isfinite(as_numpy(frontend.router(*operands)[-1])).all() == ("z_coeff" not in losses)
+    logits[3, 0] = np.nan
+    of_nan = as_numpy(frontend.router(*operands)[3])
+    asserts.bitwise(np.isnan(of_nan), np.array(["aux_coeff" in losses, "z_coeff" in losses]))
+    asserts.zero(of_nan[~np.isnan(of_nan)], "losses without coefficients")
 
 
 @pytest.mark.rule("LYR-5", "LYR-6", "ALL-1")
