@@ -137,16 +137,20 @@ def _quantised(
     return spec, {"": values, "_scales": block, "_group_scales": group}
 
 
-def ours(recipe: Recipe, result: str = "bfloat16", accumulate: bool = False) -> Callable[[Work], harness.Thunk]:
-    """Our kernels through their native plan, called as a recipe's forward or wgrad calls them."""
+def ours(
+    recipe: Recipe, result: str = "bfloat16", accumulate: bool = False, *, across: bool = False
+) -> Callable[[Work], harness.Thunk]:
+    """Our kernels through their native plan, called as a recipe's forward or wgrad calls them. `across`: weights are
+    those of forward in dgrad, contracted across their lines.
+    """
 
     def build(work: Work) -> harness.Thunk:
         case, by_block = work.case, recipe.forward[0].block > 0
         rows, weight = ("fp8_1x128", "fp8_128x128") if by_block else ("fp8_tensor", "fp8_tensor")
         group = None if by_block else scales(case.groups)
         if work.product == "wgrad":
-            if recipe.accumulate == "fast":
-                raise MissingError("fast accumulation is for forward products")
+            if recipe.accumulate == "fast" or across:
+                raise MissingError("fast accumulation is for forward products, reading across lines for dgrad")
             axes, sides = (0, 0), []
             for width in (case.k, case.n):
                 held = transposed(work, width)
@@ -156,12 +160,15 @@ def ours(recipe: Recipe, result: str = "bfloat16", accumulate: bool = False) -> 
         else:
             if result != "bfloat16" or accumulate:
                 raise MissingError("only weight gradients are float32 here")
+            if across and work.product == "forward":
+                raise MissingError("forward reads lines of weights")
             axes, depth, width = (1, 1), work.depth, work.width
+            stored, along = ((depth, width), 2) if across else ((width, depth), 1)
             of_rows = scales(-(-depth // 128), case.rows) if by_block else None
             of_weight = scales(case.groups, -(-width // 128), -(-depth // 128)) if by_block else None
             sides = [
                 _quantised(codes(case.rows, depth), of_rows, group, rows, 1, case.rows, depth),
-                _quantised(codes(case.groups, width, depth), of_weight, group, weight, 1, case.groups, depth, width),
+                _quantised(codes(case.groups, *stored), of_weight, group, weight, along, case.groups, depth, width),
             ]
             shape = (case.rows, width)
         (lhs, left), (rhs, right) = sides
@@ -220,6 +227,7 @@ CANDIDATES: dict[str, Callable[[Work], harness.Thunk]] = {
     "dense": dense,
     "ours, groups, fast": ours(FAST),
     "ours, groups": ours(FP8Current),
+    "ours, groups, across": ours(FP8Current, across=True),
     "ours, blocks": ours(FP8Block),
     "ours, groups, float32": ours(FP8Current, "float32"),
     "ours, groups, float32 +=": ours(FP8Current, "float32", accumulate=True),

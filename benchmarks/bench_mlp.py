@@ -126,7 +126,8 @@ def by_recipe(
         bound = recipe.bind(state)
         leaves = work.leaves(True)
         fmt = recipe.forward[1].replace(delayed=False)
-        codes = [torch_bridge.quantize(w, fmt, axis=(2, 1)) for w in leaves[1:]] if quantised else []
+        axes = 2 if recipe.saved_weights == "forward" else (2, 1)
+        codes = [torch_bridge.quantize(w, fmt, axis=axes) for w in leaves[1:]] if quantised else []
         if listed:
             members = [member.clone() for weight in leaves[1:] for member in weight.detach()]
             leaves = [leaves[0], *(member.requires_grad_() for member in members)]
@@ -167,6 +168,11 @@ FAST = tuple(
     for recipe in (torch_bridge.FP8Delayed, torch_bridge.FP8Current)
 )
 """Forward sums in the tensor cores alone, as recipes of TransformerEngine have them by default."""
+ONE_FORM = tuple(
+    recipe.replace(name=f"{recipe.name}, one form", saved_weights="forward")
+    for recipe in (torch_bridge.FP8Delayed, torch_bridge.FP8Current)
+)
+"""Weights are quantised in the form of forward alone, which dgrad reads as well."""
 
 
 def torch_grouped_mm(work: Work) -> dict[str, harness.Thunk]:
@@ -223,8 +229,8 @@ CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
     "ours, [G,N,K], save_all": ours(True, residuals="save_all"),
     "ours, [G,N,K], save_input": ours(True, residuals="save_input"),
     "ours, composed": ours(True, implementation="composed"),
-    **{f"ours, {recipe.name}": by_recipe(recipe) for recipe in (*RECIPES, *FAST)},
-    **{f"ours, {recipe.name}, stored weights": by_recipe(recipe, quantised=True) for recipe in RECIPES},
+    **{f"ours, {recipe.name}": by_recipe(recipe) for recipe in (*RECIPES, *FAST, *ONE_FORM)},
+    **{f"ours, {recipe.name}, stored weights": by_recipe(recipe, quantised=True) for recipe in (*RECIPES, *ONE_FORM)},
     **{f"ours, {recipe.name}, listed": by_recipe(recipe, listed=True) for recipe in RECIPES},
     "torch grouped_mm": torch_grouped_mm,
     "SonicMoE": sonic_moe,

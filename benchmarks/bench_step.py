@@ -6,9 +6,10 @@
 
 A step is forward and backward of every microbatch, and with delayed scaling the update of its state; the optimizer is
 not part of it. The first microbatch quantises the weights into the cache of the layer, which the others read; "each"
-quantises them in every microbatch and keeps nothing, and with "primary" the Parameters themselves are quantised. Weight
-gradients are added to `main_grad` in float32 by our kernels, or to `.grad` by autograd. Times are those of a
-microbatch, shares are over bf16 in the same run.
+quantises them in every microbatch and keeps nothing, with "primary" the Parameters themselves are quantised, and with
+"one form" the cache has the codes of forward alone, which dgrad reads as well. Weight gradients are added to
+`main_grad` in float32 by our kernels, or to `.grad` by autograd. Times are those of a microbatch, shares are over bf16
+in the same run.
 
 Memory is PyTorch's peak in a step without the parameters, the gradients of weights and the rows that the caller holds.
 The quantised weights in the cache count, though they stay from step to step; the gradient of x counts too.
@@ -33,10 +34,14 @@ from grouped_core.recipes import RECIPES
 from tests import cases
 from torch_bridge import nn
 
-BF16, EACH, PRIMARY = "bf16", ", each", ", primary"
+BF16, EACH, PRIMARY, ONE_FORM = "bf16", ", each", ", primary", ", one form"
 DESTINATIONS = ("main_grad", ".grad")
 DEFAULT = (BF16, "FP8Delayed", "FP8Current", "FP8Block")
-CANDIDATES = (BF16, *(name + how for name, each in RECIPES.items() if each.quantized for how in ("", EACH, PRIMARY)))
+CANDIDATES = (
+    BF16,
+    *(name + how for name, each in RECIPES.items() if each.quantized for how in ("", EACH, PRIMARY)),
+    *(name + ONE_FORM + how for name in ("FP8Delayed", "FP8Current") for how in ("", EACH, PRIMARY)),
+)
 
 
 class Memory(NamedTuple):
@@ -60,6 +65,8 @@ class Step:
         self, work: Work, candidate: str, microbatches: int, main_grads: Sequence[torch.Tensor] | None
     ) -> None:
         recipe = RECIPES.get(candidate.split(",")[0])
+        if recipe is not None and ONE_FORM in candidate:
+            recipe = recipe.replace(saved_weights="forward")
         groups, wide, hidden = work.wi.shape
         options: dict[str, Any] = {"dtype": work.wi.dtype, "device": work.wi.device, "recipe": recipe}
         options |= {"single_grouped_weight": True, "quantized_weights": candidate.endswith(PRIMARY)}

@@ -199,16 +199,17 @@ def row_forms(recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
 
 
 def weight_forms(op: Linear, recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
-    """Returns (contracted axis, format) of the weight for forward and, with `keep`, for dgrad."""
+    """Returns (contracted axis, format) of the weight for forward and, with `keep`, for dgrad, if that is another."""
     k_axis, n_axis = op.weight_axes()
-    return [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if keep else [])]
+    two = keep and recipe.saved_weights != "forward"
+    return [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if two else [])]
 
 
 def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tuple[bool, bool]:
     """Returns for x and for w whether backward reads a form that forward makes; otherwise it reads forward's input."""
     values = reads_values(op, needs, has_scale)
     x = recipe.saved == "quantized" and needs.w and not recipe.wgrad[0].plain and not values
-    w = recipe.saved_weights == "quantized" and (needs.x or values) and not recipe.dgrad[1].plain
+    w = recipe.saved_weights != "input" and (needs.x or values) and not recipe.dgrad[1].plain
     return x, w
 
 
@@ -447,7 +448,8 @@ def grad_in_formats(
 def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Quantized:
     """Returns w in the form that dgrad reads, contracted along `axis`; measures its amax if forward did not."""
     if isinstance(w, QTensor) and is_read_as_is(recipe, w):
-        return Quantized([given_form(w, axis, recipe.dgrad[1]) or w], None)
+        forms = [given_form(w, each, recipe.dgrad[1]) for each in (axis, 3 - axis)]
+        return Quantized([next((form for form in forms if form is not None), w)], None)
     measure = extras.measure and measures_late(recipe, 1)
     wanted, again = [(axis, recipe.dgrad[1])], recipe.requantize
     delayed = {"scale": extras.w, "amax": extras.w_amax if measure else None, "measure": measure}
@@ -456,13 +458,17 @@ def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras:
 
 def is_read_as_is(recipe: Recipe, w: Operand) -> bool:
     """Whether dgrad reads w, a quantised weight, in a form that it already has."""
-    return isinstance(w, QTensor) and reads_weights_as_given(recipe)
+    if not isinstance(w, QTensor):
+        return False
+    if recipe.saved_weights == "forward":  # another format, which the recipe allows to requantise, is not read
+        return any(given_form(w, axis, recipe.dgrad[1]) is not None for axis in (1, 2))
+    return reads_weights_as_given(recipe)
 
 
 def reads_weights_as_given(recipe: Recipe) -> bool:
     """Whether dgrad reads a quantised weight in a form that the weight has. This is the form along the axis that dgrad
     contracts or, if there is none, the form that forward reads, widened; both are exact. If dy is quantised, dgrad
-    needs the first one.
+    needs the first one, unless the recipe has `saved_weights="forward"`.
     """
     return recipe.dgrad[0].plain and recipe.requantize is None
 

@@ -22,6 +22,7 @@ FP32_MODES = ("tf32", "tf32x3", "ieee")
 """How products of float32 operands use tensor cores; each mode is more accurate than the one before it."""
 ACCUMULATE_MODES = ("promote", "fast")
 SAVED = ("quantized", "input")
+SAVED_WEIGHTS = ("quantized", "forward", "input")
 AMAX_ALGORITHMS = ("max", "most_recent")
 MOST_MARGIN = 100
 
@@ -54,8 +55,11 @@ class Recipe(Literal):
         history: number of steps in the amax history of delayed scaling. margin: its scales are smaller by 2^margin.
         amax_algorithm: which amax delayed scaling uses: the "max" of the history, or its "most_recent" entry.
         saved_weights: what forward saves of the weight for dgrad: the form that dgrad reads ("quantized"), a byte per
-            weight of an 8-bit format; or the caller's array ("input"), which backward quantises to the same bits, so
-            that nothing of the size of the weights is kept.
+            weight of an 8-bit format; the form that forward reads ("forward"), whose codes dgrad then contracts along
+            their other axis, so that caches of layers and quantised Parameters hold one byte per weight instead of two;
+            or the caller's array ("input"), which backward quantises to the same bits, so that nothing of the size of
+            the weights is kept. All give the same bits. "forward" needs 8-bit weights with one scale per group, whose
+            two forms have the same codes.
 
     Raises:
         TypeError: a value is not a pair of formats, an integer, or a bool. ValueError: an option has an invalid value,
@@ -96,7 +100,7 @@ class Recipe(Literal):
             ("fp32", FP32_MODES),
             ("accumulate", ACCUMULATE_MODES),
             ("saved", SAVED),
-            ("saved_weights", SAVED),
+            ("saved_weights", SAVED_WEIGHTS),
             ("requantize", (None, "from_dequantized")),
             ("amax_algorithm", AMAX_ALGORITHMS),
         )
@@ -237,6 +241,14 @@ def _check_formats(recipe: Recipe) -> None:
         refuse("wgrad", "one operand rotated", "both or none, otherwise the rotations do not cancel")
     if recipe.accumulate == "fast" and any(fmt.block or fmt.plain for fmt in recipe.forward):
         refuse("forward", "accumulate='fast'", "one scale per tensor and group with it")
+    if recipe.saved_weights == "forward":
+        weight = recipe.forward[1]
+        if weight != recipe.dgrad[1] or weight.rule != "fp32" or weight.block:
+            raise ValueError(
+                f"`saved_weights` of recipe {recipe.name}: 'forward' with {weight.name} and {recipe.dgrad[1].name}, "
+                "expected weights of one 8-bit format with one scale per group, whose two forms have the same codes; "
+                "use 'quantized' or 'input'."
+            )
     if recipe.batch_invariant:
         for fmt in (*recipe.forward, *recipe.dgrad):
             if fmt.rule == "nvfp4" or (fmt.rule == "fp32" and fmt.block == 0 and not fmt.delayed):

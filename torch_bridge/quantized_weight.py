@@ -35,7 +35,8 @@ _LIKE = tuple(
 )
 """Operators that read only shapes, dtypes and devices."""
 
-_PARTS = ("values", "scales", "group_scales")
+PARTS = ("values", "scales", "group_scales")
+"""The tensors of one form, by their names in checkpoints."""
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that quantisers read."""
 
@@ -278,7 +279,7 @@ def _unpickled(raw: QTensor[Tensor], *rest: Any) -> QuantizedWeight:
 def typed(q: QTensor[Tensor]) -> QTensor[Tensor]:
     """`q`, whose tensors are bytes, with the element types of its format."""
     types = {"values": q.format.values, "scales": q.format.scales or "float32", "group_scales": "float32"}
-    made = {name: getattr(q, name).view(getattr(torch, types[name])) for name in _PARTS if getattr(q, name) is not None}
+    made = {name: getattr(q, name).view(getattr(torch, types[name])) for name in PARTS if getattr(q, name) is not None}
     return dataclasses.replace(q, **made, other=None if q.other is None else typed(q.other))
 
 
@@ -327,7 +328,7 @@ def named_parts(q: QTensor[Tensor]) -> dict[str, Tensor]:
     return {
         prefix + name: getattr(form, name)
         for prefix, form in zip(("", "other."), forms_of(q), strict=False)
-        for name in _PARTS
+        for name in PARTS
         if getattr(form, name) is not None
     }
 
@@ -339,7 +340,7 @@ def facts_of(q: QTensor[Tensor]) -> tuple[Any, ...]:
 
 def mapped(q: QTensor[Tensor], function: Any) -> QTensor[Tensor]:
     """`q` with `function` applied to each of its tensors."""
-    made = {name: function(part) for name in _PARTS if (part := getattr(q, name)) is not None}
+    made = {name: function(part) for name in PARTS if (part := getattr(q, name)) is not None}
     return dataclasses.replace(q, **made, other=None if q.other is None else mapped(q.other, function))
 
 

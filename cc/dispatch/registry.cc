@@ -36,12 +36,13 @@ Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
   };
 #if GROUPED_WITH_CUDA
   static const Kernel<GroupedMatmul> cuda[] = {
-      grouped_matmul_narrow_cuda,    grouped_matmul_bf16_sm90,         grouped_matmul_bf16_wgrad_sm90,
-      grouped_matmul_fp32_sm90,      grouped_matmul_fp8_fast_sm90,     grouped_matmul_fp8_sm90,
-      grouped_matmul_fp8_wgrad_sm90, grouped_matmul_weight_only_sm90,  grouped_matmul_codes_sm90,
+      grouped_matmul_narrow_cuda, grouped_matmul_bf16_sm90,         grouped_matmul_bf16_wgrad_sm90,
+      grouped_matmul_fp32_sm90,   grouped_matmul_fp8_fast_sm90,     grouped_matmul_fp8_sm90,
+      grouped_matmul_fp8_mn_sm90, grouped_matmul_fp8_wgrad_sm90,    grouped_matmul_weight_only_sm90,
+      grouped_matmul_codes_sm90,
       grouped_matmul_joined_cuda,  // where a kernel above takes the joined weight, its bits count, not those below
-      grouped_matmul_fp8_cuda,       grouped_matmul_widened_cuda,      grouped_matmul_tf32_cuda,
-      grouped_matmul_any_cuda,       grouped_matmul_low_composed_cuda,
+      grouped_matmul_fp8_cuda,    grouped_matmul_widened_cuda,      grouped_matmul_tf32_cuda,
+      grouped_matmul_any_cuda,    grouped_matmul_low_composed_cuda,
   };
   if (platform == Platform::cuda) return rows_of(cuda);
 #endif

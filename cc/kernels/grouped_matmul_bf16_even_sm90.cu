@@ -52,7 +52,7 @@ struct EvenProduct : EvenTiles<kWeights, kEvenCols> {
     for (int h = 0; h < 2; ++h) {
       const int col0 = work.col0 + 64 * h;
       if (col0 >= p.cols) break;
-      end_even<device::BiasOf<T>>(p, work, col0, warp, acc[h]);
+      end_even<device::BiasOf<T>>(p, work, col0, even_columns(warp), acc[h]);
       store_even<T, kSetRows>(p, work, col0, warp, acc[h], slots);
     }
   }

@@ -46,7 +46,7 @@ struct EvenFp8Product : EvenTiles<Major::k, kEvenCols> {
                                const Alpha& group, Slots& slots) {
     using Bias = device::BiasOf<Out>;
     device::scale_sums(sums, __fmul_rn(group.lhs, group.rhs));
-    end_even<Bias>(p, work, col0, warp, sums);
+    end_even<Bias>(p, work, col0, even_columns(warp), sums);
     store_even<Out, kEvenRows>(p, work, col0, warp, sums, slots);
   }
 

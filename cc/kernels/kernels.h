@@ -85,6 +85,7 @@ extern const Kernel<GroupedMatmul> grouped_matmul_fp32_sm90;
 // 8-bit operands with scales: with fast accumulation, and with partial sums that go to fp32.
 extern const Kernel<GroupedMatmul> grouped_matmul_fp8_fast_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_fp8_sm90;
+extern const Kernel<GroupedMatmul> grouped_matmul_fp8_mn_sm90;
 extern const Kernel<GroupedMatmul> grouped_matmul_fp8_wgrad_sm90;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_bf16_sm90;
 extern const Kernel<GroupedMatmulAct> grouped_matmul_act_codes_sm90;

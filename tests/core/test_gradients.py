@@ -15,7 +15,7 @@ from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.plans import Planner
 from grouped_core.quantizing import Extras
-from grouped_core.recipes import SAVED, FP8Current, FP8Delayed
+from grouped_core.recipes import SAVED, SAVED_WEIGHTS, FP8Current, FP8Delayed
 from grouped_core.reference import Oracle
 from tests import asserts, bounds, cases
 from tests.bounds import ALL_NEEDS
@@ -242,8 +242,8 @@ def test_a_scaled_bias_alone():
     asserts.bitwise(found.bias, np.array([[0.75, 0.75], [0.125, 0.125]]))
 
 
-@pytest.mark.parametrize("saved", SAVED)
-def test_weights_are_saved_as_dgrad_reads_them_or_as_they_came(saved):
+@pytest.mark.parametrize("saved", SAVED_WEIGHTS)
+def test_weights_are_saved_as_a_product_reads_them_or_as_they_came(saved):
     op = Linear(NAMES, transposed=True, recipe=FP8Current.replace(saved_weights=saved))
     x, w, dy = ArraySpec((7, 32), "bfloat16"), ArraySpec((3, 16, 32), "bfloat16"), ArraySpec((7, 16), "bfloat16")
     run, needs, sizes = Planner(), Needs(bias=False, row_scale=False), ArraySpec((3,), "int32")
@@ -252,7 +252,9 @@ def test_weights_are_saved_as_dgrad_reads_them_or_as_they_came(saved):
     assert sum(each is not None for each in run.calls[1].outputs) == (4 if saved == "quantized" else 2)
     run.calls = []
     gradients.linear_backward(run, op, (x, w, None, None), found.x, found.w, sizes, None, None, dy, needs)
-    assert [call.name for call in run.calls].count("quantize") == (1 if saved == "quantized" else 2)
+    assert [call.name for call in run.calls].count("quantize") == (2 if saved == "input" else 1)
+    dgrad = next(call for call in run.calls if call.name == "grouped_matmul" and not dict(call.params)["contract_rows"])
+    assert dict(dgrad.params)["rhs_axis"] == (1 if saved == "forward" else 2)
 
 
 @pytest.mark.parametrize("saved", SAVED)

@@ -734,6 +734,57 @@ void codes_across_lines(std::mt19937_64& rng) {
   for (int column = 0; column < 2 * kSwappedCols; ++column) EXPECT(owners[column] == 1, "column %d", column);
 }
 
+// ---- codes of 8 bits in registers, contracted across their lines ----
+
+// Every byte of a fragment is the code of its line and column; results are where a swizzled store wants them.
+void codes_are_turned(std::mt19937_64& rng) {
+  std::vector<uint8_t> block(kBlockCodes * kBlockCodes), codes(block.size());  // codes: [line][column]
+  for (int line = 0; line < kBlockCodes; ++line) {
+    for (int column = 0; column < kBlockCodes; ++column) {
+      const uint8_t code = codes[line * kBlockCodes + column] = uint8_t(rng());
+      block[line * 128 + ((column / 16) ^ (line % 8)) * 16 + column % 16] = code;
+    }
+  }
+  for (int warp = 0; warp < 8; ++warp) {
+    for (int step = 0; step < kBlockSteps; ++step) {
+      std::vector<uint32_t> rows(32);
+      for (int lane = 0; lane < 32; ++lane) rows[lane] = turned_at(warp, lane) + step * kStepCodes * 128;
+      spread_over_banks(rows, 16);
+      for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        uint32_t words[4];
+        for (int i = 0; i < 4; ++i) {  // what a transposed load of four matrices gives a lane
+          uint16_t lines[2];
+          for (int e = 0; e < 2; ++e) std::memcpy(&lines[e], &block[rows[8 * i + 2 * t + e] + 2 * g], 2);
+          words[i] = lines[0] | uint32_t{lines[1]} << 16;
+        }
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t found = pairs::chosen_bytes(words[i / 2 * 2], words[i / 2 * 2 + 1], turned_bytes(lane, i % 2));
+          for (int byte = 0; byte < 4; ++byte) {
+            const int line = step * kStepCodes + 16 * (i / 2) + 4 * t + byte, column = 16 * warp + 2 * g + i % 2;
+            EXPECT((found >> (8 * byte) & 0xff) == codes[line * kBlockCodes + column], "line %d, column %d", line,
+                   column);
+          }
+        }
+      }
+    }
+  }
+  for (const int bytes : {4, 8}) {  // of two columns
+    for (int warp = 0; warp < 16 / bytes; ++warp) {
+      for (int i = 0; i < 4; ++i) {
+        std::vector<uint32_t> to(32);
+        for (int lane = 0; lane < 32; ++lane) {
+          const int row = i / 2 * 8 + lane % 4 * 2 + i % 2, at = (8 * warp + lane / 4) * bytes;
+          to[lane] = turned_result_at(warp, lane, i / 2, i % 2, bytes);
+          EXPECT(to[lane] == uint32_t(row * 128 + ((at / 16) ^ (row % 8)) * 16 + at % 16), "row %d, byte %d", row, at);
+        }
+        spread_over_banks(to, bytes);
+      }
+    }
+  }
+  std::puts("codes that are contracted across their lines become fragments, and results rows");
+}
+
 // Factors fill their place, each once; those of a lane's two lines and eight steps of 8 k are 32 bytes.
 void factors_of_swapped_tiles() {
   std::vector<int> words(kFactorBytes / 4), halves(kFactorBytes / 2);
@@ -870,6 +921,7 @@ int main() {
   codes_across_lines(rng);
   factors_of_swapped_tiles();
   std::puts("codes become fragments, and find their factors, whichever lines represent a column");
+  codes_are_turned(rng);
   segments(rng);
   stage_scales(kPromoting, kTileRows);
   stage_scales(kPromotingTall, kPromotingTallRows);

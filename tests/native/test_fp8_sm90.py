@@ -6,6 +6,7 @@ multiplies their exact values.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.bounds import Bounded
 from tests.native.runner import Native
 
 ARCH = "sm_90a"
-FAST, PROMOTED, WGRAD = (f"grouped_matmul_fp8_{part}sm90" for part in ("fast_", "", "wgrad_"))
+FAST, PROMOTED, ACROSS, WGRAD = (f"grouped_matmul_fp8_{part}sm90" for part in ("fast_", "", "mn_", "wgrad_"))
 TENSOR, TENSOR_E5M2 = FORMATS["fp8_tensor"], FORMATS["fp8_tensor_e5m2"]
 BLOCK, BLOCK_E5M2, SQUARE = FORMATS["fp8_1x128"], FORMATS["fp8_1x128_e5m2"], FORMATS["fp8_128x128"]
 PAIRS = ((TENSOR, TENSOR), (TENSOR_E5M2, TENSOR), (TENSOR, TENSOR_E5M2), (BLOCK, SQUARE), (BLOCK_E5M2, SQUARE))
@@ -113,6 +114,14 @@ def weight_operand(case: cases.Case, format: Format, positive: bool = False) -> 
     return _quantized(format, 1, shape, exact.swapaxes(1, 2), values=codes, scales=scales, group_scales=group_scales)
 
 
+def across(weight: Operand) -> Operand:
+    """The same weight with its codes transposed, as quantising along N makes them: its layout is [G, K, N]."""
+    codes = weight.arrays["values"]
+    assert codes is not None
+    arrays = {**weight.arrays, "values": np.ascontiguousarray(codes.swapaxes(1, 2))}
+    return _quantized(weight.spec.format, 2, weight.spec.shape, weight.exact, **arrays)
+
+
 def transposed_operand(case: cases.Case, width: int, format: Format, name: str) -> Operand:
     """[M, X], contracted along rows: [X, P]. Segments end with zeros, the axis with NaN."""
     padded = padded_rows(case.rows, case.groups, format.segment)
@@ -200,7 +209,7 @@ def forward(kernel: str, case: cases.Case, pair: tuple[Format, Format], result: 
     recipe = RECIPES["block" if pair[0].block else "fast" if kernel == FAST else "promoted"]
     positive = options.pop("positive", False)
     lhs, rhs = rows_operand(case, case.k, pair[0], "x", positive), weight_operand(case, pair[1], positive)
-    return run(kernel, case, lhs, rhs, recipe, result, **options)
+    return run(kernel, case, lhs, across(rhs) if kernel == ACROSS else rhs, recipe, result, **options)
 
 
 def wgrad(case: cases.Case, pair: tuple[Format, Format], result: str, **options: Any) -> NDArray[Any]:
@@ -220,6 +229,11 @@ SIZES = [c for c in cases.select() if c.tags & {"edge", "tail", "clamp"} or c.na
 def _whole_rows(case: cases.Case) -> cases.Case:
     """The case's groups with features that fill 16 bytes."""
     return cases.Case(case.name, case.sizes, case.rows, 272, 200, case.tags)
+
+
+def _whole_lines(case: cases.Case) -> cases.Case:
+    """The same whose lines along N fill 16 bytes in 8 bits, too."""
+    return dataclasses.replace(case, n=-(-case.n // 16) * 16)
 
 
 @pytest.mark.gpu
@@ -353,6 +367,61 @@ def test_tiles_of_even_height_change_no_bit(pair, result):
     asserts.bitwise(found[0], found[1], "rows of groups")
 
 
+# Codes contracted across their lines: the bits of the same codes contracted along theirs.
+
+
+@pytest.mark.gpu
+@pytest.mark.rule("MAT-2")
+@pytest.mark.matrix(
+    pair=PAIRS[:3],
+    case=(*CASES, MANY, SHORT, cases.Case("even", cases.HEIGHTS, cases.EVEN_ROWS, 304, 208, frozenset())),
+    result=cases.DTYPES,
+    bias=(None, "bfloat16", "float32"),
+    row_scale=(False, True),
+    scale_bias=(False, True),
+    valid=lambda bias, row_scale, scale_bias, **_: not scale_bias or (bias and row_scale),
+)
+def test_products_across_lines(pair, case, result, bias, row_scale, scale_bias):
+    case = _whole_lines(case)
+    given = {} if bias is None else {"bias": cases.normal((case.groups, case.n), bias, "bias")}
+    if row_scale:
+        given["row_scale"] = cases.normal((case.rows,), "float32", "row_scale")
+        given["row_scale"][case.valid :] = np.nan
+    found, wanted = (forward(each, case, pair, result, scale_bias=scale_bias, **given) for each in (ACROSS, PROMOTED))
+    asserts.bitwise(found, wanted, "result")
+    asserts.zero(found[case.valid :], "tail")
+
+
+@pytest.mark.gpu
+@pytest.mark.rule("MAT-2", "GRP-4", "GRP-5", "GRP-6", "GRP-9")
+@pytest.mark.parametrize("case", SIZES, ids=str)
+@pytest.mark.parametrize("result", ["bfloat16", "float32"])
+@pytest.mark.parametrize("into", [False, True])
+def test_products_across_lines_of_any_sizes(case, result, into):
+    case = _whole_lines(_whole_rows(case))
+    given = {"into": cases.normal((case.rows, case.n), result, "into")} if into else {}
+    found, wanted = (forward(each, case, PAIRS[1], result, **given) for each in (ACROSS, PROMOTED))
+    asserts.bitwise(found, wanted, "result")
+
+
+@pytest.mark.gpu
+@pytest.mark.rule("MAT-2", "MAT-4")
+@pytest.mark.parametrize("case", [_whole_lines(TILES), MANY], ids=str)
+def test_weights_across_lines_in_a_table(case):
+    runner = Native(ACROSS, check=False)
+    packed = forward(ACROSS, case, PAIRS[0], "bfloat16", runner=runner)
+    lhs, rhs = rows_operand(case, case.k, TENSOR, "x"), across(weight_operand(case, TENSOR))
+    held, table = runner.hold(list(rhs.arrays["values"]))
+    sizes = np.array(case.sizes, np.int32)
+    call = calls.grouped_matmul(
+        lhs.spec, rhs.spec, (1, 1), spec_of(sizes), "bfloat16", recipe=FP8Current, tables=(True, False, False)
+    )
+    given = _by_slot(lhs, rhs, {"group_sizes": sizes, "rhs_table": table})
+    given[SLOTS["grouped_matmul"].index("rhs")] = None
+    asserts.bitwise(runner(call, given)[0], packed, "result of listed weights")
+    assert held
+
+
 @pytest.mark.gpu
 @pytest.mark.rule("MAT-11")
 @each_transposed_pair
@@ -447,6 +516,19 @@ def _plan(lhs: Operand, rhs: Operand, recipe: Recipe, axes: tuple[int, int] = (1
 def test_the_kernel_that_is_planned_for_rows(pair, recipe, kernel):
     plan = _plan(rows_operand(TILES, TILES.k, pair[0], "x"), weight_operand(TILES, pair[1]), recipe)
     assert plan.kernel == kernel, plan.refusals
+
+
+@with_cuda
+@pytest.mark.rule("MAT-2")
+@pytest.mark.parametrize("pair", PAIRS[:3], ids=[f"{x.name}-{w.name}" for x, w in PAIRS[:3]])
+def test_the_kernel_that_is_planned_across_lines(pair):
+    case = _whole_lines(TILES)
+    lhs = rows_operand(case, case.k, pair[0], "x")
+    plan = _plan(lhs, across(weight_operand(case, pair[1])), FP8Current)
+    assert plan.kernel == ACROSS, plan.refusals
+    assert plan.workspace_bytes < 1024
+    odd = _plan(rows_operand(TILES, TILES.k, pair[0], "x"), across(weight_operand(TILES, pair[1])), FP8Current)
+    assert "N = 456 is no multiple of 16" in dict(odd.refusals)[ACROSS]
 
 
 @with_cuda

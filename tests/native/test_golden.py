@@ -45,8 +45,8 @@ that takes them as one array. Others are joined. Where tensor cores multiply flo
 OF_CODES = frozenset(
     f"grouped_matmul_{name}"
     for name in (
-        *("fp8_fast_sm90", "fp8_sm90", "fp8_wgrad_sm90", "weight_only_sm90", "codes_sm90", "fp8_cuda"),
-        "widened_cuda",
+        *("fp8_fast_sm90", "fp8_sm90", "fp8_mn_sm90", "fp8_wgrad_sm90", "weight_only_sm90", "codes_sm90"),
+        *("fp8_cuda", "widened_cuda"),
     )
 )
 """Kernels of quantised operands: test_fp8_sm90.py and test_quantized_products.py say what they take."""

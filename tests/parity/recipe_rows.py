@@ -15,6 +15,7 @@ MIXED = (
     recipes.FP8Current.replace(name="fast", accumulate="fast"),
     recipes.MXFP8.replace(name="kept as it came", saved="input"),
     recipes.FP8Block.replace(name="weights as they came", saved_weights="input"),
+    recipes.FP8Current.replace(name="one form of weights", saved_weights="forward"),
     recipes.FP8Delayed.replace(name="delayed, all as it came", saved="input", saved_weights="input"),
     recipes.NVFP4.replace(name="nvfp4, plain wgrad", wgrad=recipes.BF16.wgrad),
     recipes.NVFP4.replace(name="nvfp4, plain dgrad", dgrad=recipes.BF16.dgrad),

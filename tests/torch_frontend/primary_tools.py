@@ -26,7 +26,8 @@ FOUR_BITS = Recipe(
     dgrad=(FORMATS["bf16"], FORMATS["mxfp4"]),
     wgrad=recipes.BF16.wgrad,
 )
-HELD = (*(each for each in ALL if not each.dgrad[1].plain), FOUR_BITS)
+ONE_FORM = recipes.FP8Current.replace(name="one form", saved_weights="forward")
+HELD = (*(each for each in ALL if not each.dgrad[1].plain), FOUR_BITS, ONE_FORM)
 SIZES = torch.tensor([5, 0, 6], dtype=torch.int32)
 
 by_recipe = pytest.mark.parametrize("recipe", HELD, ids=lambda r: r.name)

@@ -15,6 +15,7 @@ from grouped_core import recipes
 from grouped_core.recipes import Recipe
 from tests import asserts
 from tests.torch_frontend.primary_tools import (
+    ONE_FORM,
     SIZES,
     addresses,
     by_holding,
@@ -338,6 +339,30 @@ def test_checkpoints_have_plain_tensors_that_load_into_either_form(recipe: Recip
         same_codes(loaded, written)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*weight\d?\.values"):
         plain.load_state_dict(again.state_dict())
+
+
+@pytest.mark.rule("CKP-1")
+@pytest.mark.parametrize("saved_listed", [False, True], ids=["saved_packed", "saved_list"])
+@by_holding
+def test_checkpoints_with_one_form_and_with_two_load_into_each_other(listed: bool, saved_listed: bool) -> None:
+    """With scales of groups the second form has the same codes, so it is left out or made."""
+    for source, target in ((recipes.FP8Current, ONE_FORM), (ONE_FORM, recipes.FP8Current)):
+        saved, loaded = layer(source, saved_listed), layer(target, listed)
+        loaded.load_state_dict(saved.state_dict())
+        given: list[Any] = list(saved.parameters())
+        values = torch.cat([each.q.values for each in given])
+        made: list[Any] = list(loaded.parameters())
+        for at, weight in enumerate(made):
+            q = parts_of(weight.q)
+            own = values if not listed else values[at : at + 1]
+            asserts.bitwise(q["values"].view(torch.uint8), own.view(torch.uint8))
+            assert ("other.values" in q) == (target is recipes.FP8Current)
+            if "other.values" in q:
+                asserts.bitwise(q["other.values"].view(torch.uint8), own.view(torch.uint8).mT)
+    blocks = layer(recipes.FP8Block).state_dict()
+    some = {name: each for name, each in blocks.items() if ".other." not in name}
+    with asserts.refused(ValueError, ["quantised without other.values"]):
+        layer(recipes.FP8Block).load_state_dict(some)
 
 
 def layer_of(other: Any, recipe: Recipe, listed: bool) -> Any:

@@ -32,6 +32,7 @@ from torch_bridge import (
     straight_through,
     update_scaling,
 )
+from torch_bridge._tensors import forms_of
 from torch_bridge.activation import scaled_activation_rows
 
 FUNCTION = {"GroupedLinear": "grouped_linear", "GroupedMLP": "grouped_mlp", "Sequential_fused": "grouped_mlp"}
@@ -419,6 +420,26 @@ def test_weights_saved_as_they_came_have_the_same_bits_beside_a_cache(form: str,
     weights = 2 if form == "GroupedMLP" else 1
     assert found[1].pop() == found[0].pop() + weights
     same(found[1], found[0])
+
+
+@pytest.mark.rule("QNT-5", "MLP-10")
+@pytest.mark.parametrize("recipe", [DELAYED, recipes.FP8Current], ids=lambda r: r.name)
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+@pytest.mark.parametrize("held", [False, True], ids=["cached", "quantized_weights"])
+def test_one_form_of_weights_serves_both_products(form: str, listed: bool, recipe: Recipe, held: bool) -> None:
+    """With `saved_weights="forward"` caches and quantised Parameters have a byte per weight, and bits do not change."""
+    found, codes = [], []
+    for saved in ("quantized", "forward"):
+        one = setup(form, listed, recipe=recipe.replace(saved_weights=saved), quantized=held, **BF16)
+        found.append(
+            [each for at, first in enumerate((True, False)) for each in seeded(one, at, is_first_microbatch=first)]
+        )
+        of_layers = [weight.q for weight in one.weights] if held else []
+        of_layers += [q for linear in one.linears or [one.module] for q in linear.cache._forms.values()]
+        codes.append(sum(form.values.numel() for q in of_layers for form in forms_of(q)))
+    same(found[1], found[0])
+    assert 0 < codes[1] == codes[0] // 2
 
 
 @pytest.mark.rule("QNT-5", "MLP-2", "MLP-10")

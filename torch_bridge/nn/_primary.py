@@ -24,7 +24,7 @@ from torch_bridge._tensors import StraightThrough, dtype_name
 from torch_bridge.nn._checks import check_recipe
 from torch_bridge.nn._state import adapt
 from torch_bridge.params import preserve_high_precision_init
-from torch_bridge.quantized_weight import QuantizedWeight, mapped, named_parts, quantized_members
+from torch_bridge.quantized_weight import PARTS, QuantizedWeight, mapped, named_parts, quantized_members
 
 
 class Options(NamedTuple):
@@ -294,6 +294,7 @@ def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
     grouped = layer.weight_names[0] == "weight"
     like = named_parts(parameters[0].q)
     _check_one_form(layer.num_groups, state, prefix, list(like))
+    _match_forms(layer.num_groups, state, prefix, parameters[0].q)
     for part, tensor in like.items():
         adapt(*(state, prefix, "weight", layer.num_groups, tuple(tensor.shape[1:])), grouped=grouped, suffix=f".{part}")
     for name, weight in zip(layer.weight_names, parameters, strict=True):
@@ -322,6 +323,27 @@ def loaded(layer: Any, state: dict[str, Any], prefix: str) -> None:
         made = QuantizedWeight(_assembled(weight.q, whole), packed=grouped)
         made.scaling = weight.scaling  # used further if it replaces the weight
         state[prefix + name] = made
+
+
+def _match_forms(groups: int, state: dict[str, Any], prefix: str, like: QTensor[Tensor]) -> None:
+    """Gives the quantised weights of a checkpoint as many forms as those of a layer have, in place.
+
+    A second form is left out where the layer has none. Where the checkpoint has none, it is made if each group has one
+    scale, because the two forms then have the same codes.
+    """
+    for name in ("weight", *(f"weight{group}" for group in range(groups))):
+        first = f"{prefix}{name}."
+        own = {part: state[first + part] for part in PARTS if isinstance(state.get(first + part), Tensor)}
+        second = [first + "other." + part for part in PARTS if first + "other." + part in state]
+        if "values" not in own or own["values"].dim() < 2:
+            continue
+        if like.other is None:
+            for key in second:
+                del state[key]
+        elif not second and not like.format.block and like.other.format == like.format:
+            for part, tensor in own.items():
+                made = tensor.transpose(-1, -2).contiguous() if part == "values" else tensor.clone()
+                state[f"{first}other.{part}"] = made
 
 
 def _check_one_form(groups: int, state: Mapping[str, Any], prefix: str, parts: Sequence[str]) -> None:

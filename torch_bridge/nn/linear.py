@@ -127,7 +127,8 @@ class GroupedLinear(ScaledModule):
             shape = (self.num_groups, *shapes[kind]) if names == (kind,) else shapes[kind]
             if kind == "weight" and held.quantized and held.recipe is not None:
                 whole = (self.num_groups, *shapes[kind])
-                one_form = self.lora.rank > 0 and gradients.reads_weights_as_given(held.recipe)
+                frozen = self.lora.rank > 0 and gradients.reads_weights_as_given(held.recipe)
+                one_form = frozen or held.recipe.saved_weights == "forward"
                 made = _primary.weights(whole, names == (kind,), held.recipe, dtype, device, one_form=one_form)
             else:
                 made = [Parameter(torch.empty(shape, device=device, dtype=dtype)) for _ in names]

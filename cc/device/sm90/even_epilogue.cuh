@@ -46,15 +46,22 @@ __device__ inline uint32_t even_place(int warp, int lane) {
   return row * 128 + ((2 * warp + lane / 8 % 2) ^ (row % 8)) * 16;
 }
 
+// Which two of 64 columns a lane has.
+struct ColumnsOfLane {
+  int first, step;
+};
+__device__ inline ColumnsOfLane even_columns(int warp) { return {16 * warp + int(threadIdx.x) % 32 / 4, 8}; }
+
 // Bias and row scale of the sums of 64 columns, from col0 on.
 template <class Bias, class Params>
-__device__ inline void end_even(const Params& p, const Work& work, int col0, int warp, float (&sums)[kEvenRows / 2]) {
+__device__ inline void end_even(const Params& p, const Work& work, int col0, ColumnsOfLane columns,
+                                float (&sums)[kEvenRows / 2]) {
   const char* bias = device::bias_at<Bias>(p, work.group, p.first_col + col0);
   if (bias == nullptr && p.row_scale == nullptr) return;
   float of_column[2] = {};
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
-    const int col = 16 * warp + threadIdx.x % 32 / 4 + 8 * b;
+    const int col = columns.first + columns.step * b;
     if (bias != nullptr && col0 + col < p.cols) of_column[b] = Bias::value(p, bias, col);
   }
 #pragma unroll

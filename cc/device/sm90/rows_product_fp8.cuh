@@ -80,7 +80,8 @@ struct Fp8Rows {
   }
 };
 
-inline std::string refuses_fp8_rows(const GroupedMatmul& c, const Target&) {
+// For weights that are contracted along their lines (axis 2), or across them (1).
+inline std::string refuses_fp8_rows(const GroupedMatmul& c, const Target&, int64_t rhs_axis = 2) {
   if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
   if (!is_fp8(c.lhs.dtype) || !is_fp8(c.rhs.dtype)) {
     return std::string("takes float8_e4m3fn and float8_e5m2; lhs is ") + dtype_name(c.lhs.dtype) + ", rhs " +
@@ -91,7 +92,10 @@ inline std::string refuses_fp8_rows(const GroupedMatmul& c, const Target&) {
       !s.rhs_group_scales.present()) {
     return "is for operands with scales: those without are multiplied exactly";
   }
-  if (c.rhs_axis != 2) return "takes weights stored as [G, N, K], their contracted axis last";
+  if (c.rhs_axis != rhs_axis) {
+    return rhs_axis == 2 ? "takes weights stored as [G, N, K], their contracted axis last"
+                         : "takes weights stored as [G, K, N], their contracted axis first";
+  }
   const DType out = c.result.dtype;
   if (out != DType::bf16 && out != DType::f16 && out != DType::f32) {
     return std::string("gives bfloat16, float16 or float32, not ") + dtype_name(out);

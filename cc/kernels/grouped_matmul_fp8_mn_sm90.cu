@@ -1,0 +1,266 @@
+// Grouped product on Hopper: 8-bit rows with 8-bit weights [G, C, N] that are contracted across their lines, scales of
+// groups. The one form of weights that forward reads so serves dgrad as well.
+//
+//   loader: weight codes of 128 lines x 128 in two boxes, row codes by a ragged map in boxes of 64; shared tiles
+//   multicast
+//            |  ring of blocks: weights 128 x 128 bytes, rows up to 192 x 128 bytes
+//            v
+//   2 consumer warpgroups, 64 columns each, operands swapped: weights by transposed loads into registers, turned by
+//   byte permutations (fragments_fp8.cuh); a block's sums of R rows by four wgmma m64nRk32, while the registers of the
+//   next block are loaded; added to fp32
+//            |  * both scales of the group, + bias, * row scale, one rounding; all rows (float32: half of them) in
+//            shared v  memory
+//   stores of 16 rows x 128 bytes, as far as the tile has rows, clipped at the group's last one
+//
+//   tile        sums and accumulators   weights                  ring         slots        registers
+//   192 x 128   96 + 96 per thread      16 in use + 8 on arrival   4 x 40 KiB   2 x 24 KiB   40 / 232, 128 + 256
+//   threads
+#include "cc/device/common/group_factor.cuh"
+#include "cc/device/sm90/fragments_fp8.cuh"
+#include "cc/device/sm90/pipeline_even.cuh"
+#include "cc/device/sm90/ptx_fp8.cuh"
+#include "cc/device/sm90/rows_product_fp8.cuh"
+#include "cc/dispatch/tiles_sm90.h"
+#include "cc/kernels/kernels.h"
+
+namespace grouped {
+namespace {
+
+using namespace sm90;
+
+struct Shape : ShellShape<(kEvenRows + kEvenCols) * 128, kPromoting.stages, kPromoting.slots> {
+  static constexpr int kRowBoxes = kEvenRows / 64;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 per thread at launch
+};
+
+// The weights of a tile, in front of its rows: two boxes of 64 lines x 128 codes. What the pair shares (not across) is
+// loaded a box per CTA.
+struct LinesOfCodes {
+  static constexpr uint32_t kBytes = 2 * kBlockBytes, kBoxCols = 64, kBoxRows = 64;
+
+  static __device__ void load(const CUtensorMap* map, ptx::Coords at, bool across, uint32_t rank, uint32_t to,
+                              uint32_t barrier) {
+    if (across) {
+      ptx::tensor_load(to, map, at, barrier);
+      at.c[1] += kBoxRows;
+      ptx::tensor_load(to + kBlockBytes, map, at, barrier);
+    } else {
+      at.c[1] += kBoxRows * rank;
+      ptx::tensor_load_multicast(to + kBlockBytes * rank, map, at, barrier, kBothCtas);
+    }
+  }
+};
+
+// Rounds and stores the sums of a warpgroup's 64 columns, from col0 on, as many rows at once as its slots hold.
+template <class Out, class Slots_>
+__device__ inline void store_turned(const Fp8RowsParams& p, const Work& work, int col0, int warp,
+                                    const float (&sums)[kEvenRows / 2], Slots_& slots) {
+  // Pieces of 16 rows x 128 bytes, kWide of them side by side, each of which is filled by kSharing warps.
+  constexpr int kWide = sizeof(Out) / 2, kSharing = 4 / kWide, kSetRows = kEvenRows / kWide, kPieces = kEvenRows / 16;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int first = 0; first < kEvenRows; first += kSetRows) {
+    if (first >= work.valid_rows) break;
+    const uint32_t set = slots.take(), mine = set + warp / kSharing * kSlotBytes;
+#pragma unroll
+    for (int j = 0; j < kSetRows / 8; ++j) {
+      if (first + 8 * j >= work.valid_rows) break;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const uint32_t to =
+            mine + j / 2 * kWide * kSlotBytes + turned_result_at(warp % kSharing, lane, j % 2, e, 2 * sizeof(Out));
+        const float* v = &sums[4 * (first / 8 + j) + e];
+        if constexpr (sizeof(Out) == 2) {
+          ptx::store_shared(to, pack2<Out>(v[0], v[2]));
+        } else {
+          ptx::store_shared_v2(to, v[0], v[2]);
+        }
+      }
+    }
+    slots.send([&] {
+#pragma unroll
+      for (int i = 0; i < kPieces; i += 4) {
+        const int piece = i + warp, row = first + piece / kWide * 16, col = col0 + piece % kWide * (64 / kWide);
+        if (row < work.valid_rows) ptx::tensor_store(&p.out, ragged_at(work, col, row), set + piece * kSlotBytes);
+      }
+    });
+  }
+}
+
+template <class Pair, class Out>
+struct MnRows {
+  using Params = Fp8RowsParams;
+  using Element = ptx::Fp8Pair<Pair::kWideB, Pair::kWideA>;  // as wgmma has them
+  using Shape = grouped::Shape;
+  using Slots = EvenSlots<1, kEvenRows * 128>;
+  using Rhs = LinesOfCodes;
+  static_assert(2 * Slots::kBytes == Shape::kWarps * Shape::WarpSlots::kBytes);
+  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
+
+  template <class Push>
+  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
+    schedule_rows<pair_at, kEvenRows, true>(p, kEvenCols, rank, mail, push);
+  }
+
+  static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
+                              uint32_t to, uint32_t full) {
+    const int32_t code = kCodesPerElement * k;
+    load_lhs<1, Shape::kRowBoxes>(&p.lhs, ragged_at(work, code, 0), boxes, work.across, rank, to + Rhs::kBytes, full);
+    if (!columns) return;
+    Rhs::load(&p.rhs, {{work.col0, code, work.slice2, work.slice3}}, work.across, rank, to, full);
+  }
+
+  static __device__ void store(const Params& p, const Work& work, int col0, int warp, float (&sums)[kEvenRows / 2],
+                               const Alpha& group, Slots& slots) {
+    using Bias = device::BiasOf<std::conditional_t<sizeof(Out) == 2, Out, __nv_bfloat16>>;
+    device::scale_sums(sums, __fmul_rn(group.lhs, group.rhs));
+    end_even<Bias>(p, work, col0, {16 * warp + int(threadIdx.x) % 32 / 4 * 2, 1}, sums);
+    store_turned<Out>(p, work, col0, warp, sums, slots);
+  }
+
+  static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
+    clear_whole_rows<Out>(p, work, rank, thread);
+  }
+};
+
+// Adds a warpgroup's products of one tile, its first kRows rows, to `acc`. `block` is the shared address of a stage's
+// weights, `rows` the descriptor of its rows. Leaves all blocks released.
+template <class Product, int kRows>
+__device__ inline void multiply_turned(float* acc, Ring<Shape::kStages>& ring, int length, const TurnedCodes& codes,
+                                       uint32_t block_at, uint64_t rows, uint32_t barriers) {
+  using Pair = typename Product::Element;
+  const int lane = threadIdx.x % 32;
+  int left = length;
+  HalfBlock a[2], raw;
+  const auto wait = [&] { ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity); };
+  const auto block = [&](auto steps) {
+    constexpr int kSteps = decltype(steps)::value;
+    constexpr bool kLast = kSteps < kBlockSteps;
+    float sums[kRows / 2];
+    const uint64_t columns = rows + uint64_t(ring.slot * (Shape::kStageBytes >> 4));
+    const uint32_t before = ring.slot;
+    ptx::wgmma_fence();
+    ptx::wgmma_fp8_part<Pair, kRows, true>(sums, a[0][0], columns);
+#pragma unroll
+    for (int k = 1; k < kBlockSteps; ++k) {  // the first half is one group of products, each other step another
+      if (k < kSteps) {
+        ptx::wgmma_fp8_part<Pair, kRows, false>(sums, a[k / kHalfSteps][k % kHalfSteps],
+                                                columns + k * descriptor_step(Major::k));
+      }
+      if (k < kSteps || k == 1) ptx::wgmma_commit();
+    }
+    ring.advance();
+    left -= kBlockK;
+    const bool more = !kLast && left > 0;
+    const uint32_t next = block_at + ring.slot * Shape::kStageBytes;
+    if (more) {
+      wait();
+      codes.load(next, 0, raw);
+    }
+    if (!kLast) ptx::wgmma_wait<2>();
+    if (more) {
+      codes.turn(raw, a[0]);
+      codes.load(next, 1, raw);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_done(sums);
+    if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + before), lane);
+    if (!kLast) codes.turn(raw, a[1]);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) acc[i] = __fadd_rn(sums[i], acc[i]);
+  };
+  wait();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    codes.load(block_at + ring.slot * Shape::kStageBytes, half, raw);
+    codes.turn(raw, a[half]);
+  }
+  // Nothing is in flight at the loop's end: ptxas serialises products whose sums are read in another turn.
+#pragma unroll 1
+  while (left > kBlockK - 16) block(std::integral_constant<int, kBlockSteps>{});
+  if (left > 32) {
+    block(std::integral_constant<int, 3>{});
+  } else if (left > 16) {
+    block(std::integral_constant<int, 2>{});
+  } else if (left > 0) {
+    block(std::integral_constant<int, 1>{});
+  }
+}
+
+template <class Product>
+struct TurnedPipeline : PairedPipeline<Product> {
+  using typename PairedPipeline<Product>::Params;
+
+  static __device__ RingArrivals rings(const Params&) { return {1, 2 * Shape::kWarps, Shape::kWarps}; }
+  static __device__ void init(const Shell<Shape>) {}
+  static __device__ void fill(uint8_t*) {}
+  static __device__ void help(const Params&, const Shell<Shape>, int) {}
+
+  static __device__ __forceinline__ void work(const Params& p, const Shell<Shape> shell, int warp) {
+    ptx::set_max_registers_up<Shape::kConsumerRegisters>();
+    const int consumer = warp / 4 - 1;
+    WorkReader<Shape, true> reader(shell.barriers, shell.items);
+    Ring<Shape::kStages> ring;
+    typename Product::Slots slots(shell.slots(0).base, consumer);
+    const TurnedCodes codes(warp - 4);
+    const uint64_t rows = descriptor(shell.shared + Product::Rhs::kBytes, Major::k);
+    for (;; reader.release()) {
+      const Work& work = reader.get();
+      if (work.kind == Work::kDone) break;
+      if (work.kind == Work::kTail) {
+        Product::clear_tail(p, work, shell.rank, threadIdx.x - 128);
+        continue;
+      }
+      const int col0 = work.col0 + 64 * consumer;
+      if (col0 >= p.cols) {  // nothing to multiply
+        for (int b = 0; b < work.k_blocks(); ++b) skip_block<Shape>(ring, shell.barriers);
+        continue;
+      }
+      const Alpha group(p.lhs_group_scales, p.rhs_group_scales, work.group);  // fetched while the tile multiplies
+      float acc[kEvenRows / 2];
+#pragma unroll
+      for (float& sum : acc) sum = 0;
+      with_even_rows(work.valid_rows, [&](auto count) {
+        multiply_turned<Product, decltype(count)::value>(acc, ring, work.length, codes, shell.shared, rows,
+                                                         shell.barriers);
+      });
+      Product::store(p, work, col0, warp % 4, acc, group, slots);
+    }
+    shell.finish_stores();
+  }
+};
+
+template <class Product>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    turned_product_fp8_sm90(const __grid_constant__ typename Product::Params p) {
+  run_shell<Product, TurnedPipeline>(p);
+}
+
+std::string refuses(const GroupedMatmul& c, const Target& target) {
+  if (std::string reason = refuses_fp8_rows(c, target, 1); !reason.empty()) return reason;
+  if (c.scales.lhs_block != 0 || c.scales.rhs_block != 0) return "takes scales of groups, not of blocks";
+  return refuses_16_bytes({{"N", c.rhs.dims[2], 16}});
+}
+
+void launch(const GroupedMatmul& call, const Context& context) {
+  launch_fp8_rows<MnRows>(call, context, [&](auto product, Fp8RowsParams p) {
+    using Product = decltype(product);
+    map_weights<typename Product::Rhs>(call, &p);
+    launch_rows_product<Product, kEvenCols>(turned_product_fp8_sm90<Product>, p, context.stream);
+  });
+}
+
+}  // namespace
+
+const Kernel<GroupedMatmul> grouped_matmul_fp8_mn_sm90 = {"grouped_matmul_fp8_mn_sm90",
+                                                          Arch::sm90,
+                                                          Kind::special,
+                                                          refuses,
+                                                          fp8_rows_workspace,
+                                                          launch,
+                                                          kAlignment,
+                                                          nullptr,
+                                                          false,
+                                                          true};
+
+}  // namespace grouped
