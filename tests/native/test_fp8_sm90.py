@@ -526,7 +526,7 @@ def test_the_kernel_that_is_planned_across_lines(pair):
     lhs = rows_operand(case, case.k, pair[0], "x")
     plan = _plan(lhs, across(weight_operand(case, pair[1])), FP8Current)
     assert plan.kernel == ACROSS, plan.refusals
-    assert plan.workspace_bytes < 1024
+    assert plan.aligned_workspace_bytes < 1024
     odd = _plan(rows_operand(TILES, TILES.k, pair[0], "x"), across(weight_operand(TILES, pair[1])), FP8Current)
     assert "N = 456 is no multiple of 16" in dict(odd.refusals)[ACROSS]
 
