@@ -1,20 +1,18 @@
 // Grouped product on Hopper: 8-bit rows with 8-bit weights [G, C, N] that are contracted across their lines, scales of
-// groups. The one form of weights that forward reads so serves dgrad as well.
+// groups. One form of weights, which forward contracts along its lines, so serves dgrad as well.
 //
-//   loader: weight codes of 128 lines x 128 in two boxes, row codes by a ragged map in boxes of 64; shared tiles
-//   multicast
+//   loader: weight codes, 128 lines x 128, in two boxes; row codes by a ragged map in boxes of 64; multicast
 //            |  ring of blocks: weights 128 x 128 bytes, rows up to 192 x 128 bytes
 //            v
 //   2 consumer warpgroups, 64 columns each, operands swapped: weights by transposed loads into registers, turned by
 //   byte permutations (fragments_fp8.cuh); a block's sums of R rows by four wgmma m64nRk32, while the registers of the
 //   next block are loaded; added to fp32
-//            |  * both scales of the group, + bias, * row scale, one rounding; all rows (float32: half of them) in
-//            shared v  memory
+//            |  * both scales of the group, + bias, * row scale, one rounding; all rows, or half of them in float32, in
+//            v  shared memory
 //   stores of 16 rows x 128 bytes, as far as the tile has rows, clipped at the group's last one
 //
-//   tile        sums and accumulators   weights                  ring         slots        registers
-//   192 x 128   96 + 96 per thread      16 in use + 8 on arrival   4 x 40 KiB   2 x 24 KiB   40 / 232, 128 + 256
-//   threads
+//   tile        accumulators         weights                    ring         slots        registers, 128 + 256 threads
+//   192 x 128   96 + 96 per thread   16 in use, 8 on their way  4 x 40 KiB   2 x 24 KiB   40 / 232
 #include "cc/device/common/group_factor.cuh"
 #include "cc/device/sm90/fragments_fp8.cuh"
 #include "cc/device/sm90/pipeline_even.cuh"
@@ -123,11 +121,11 @@ struct MnRows {
   }
 };
 
-// Adds a warpgroup's products of one tile, its first kRows rows, to `acc`. `block` is the shared address of a stage's
-// weights, `rows` the descriptor of its rows. Leaves all blocks released.
+// Adds a warpgroup's products of one tile, its first kRows rows, to `acc`. `weights` is the shared address of those of
+// stage 0, `rows` the descriptor of its rows. Leaves all blocks released.
 template <class Product, int kRows>
 __device__ inline void multiply_turned(float* acc, Ring<Shape::kStages>& ring, int length, const TurnedCodes& codes,
-                                       uint32_t block_at, uint64_t rows, uint32_t barriers) {
+                                       uint32_t weights, uint64_t rows, uint32_t barriers) {
   using Pair = typename Product::Element;
   const int lane = threadIdx.x % 32;
   int left = length;
@@ -152,7 +150,7 @@ __device__ inline void multiply_turned(float* acc, Ring<Shape::kStages>& ring, i
     ring.advance();
     left -= kBlockK;
     const bool more = !kLast && left > 0;
-    const uint32_t next = block_at + ring.slot * Shape::kStageBytes;
+    const uint32_t next = weights + ring.slot * Shape::kStageBytes;
     if (more) {
       wait();
       codes.load(next, 0, raw);
@@ -172,7 +170,7 @@ __device__ inline void multiply_turned(float* acc, Ring<Shape::kStages>& ring, i
   wait();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    codes.load(block_at + ring.slot * Shape::kStageBytes, half, raw);
+    codes.load(weights + ring.slot * Shape::kStageBytes, half, raw);
     codes.turn(raw, a[half]);
   }
   // Nothing is in flight at the loop's end: ptxas serialises products whose sums are read in another turn.
