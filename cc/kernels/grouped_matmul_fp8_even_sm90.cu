@@ -11,27 +11,28 @@
 //
 //   tile        accumulators         ring         slots           registers, 128 + 256 threads
 //   192 x 128   96 + 96 per thread   4 x 40 KiB   2 x 24 KiB      56 / 224
-#include "cc/device/common/group_factor.cuh"
-#include "cc/device/sm90/pipeline_even.cuh"
+#include "cc/device/sm90/pipeline_even_fp8.cuh"
 #include "cc/device/sm90/pipeline_fp8.cuh"
-#include "cc/device/sm90/rows_product_fp8.cuh"
-#include "cc/dispatch/tiles_sm90.h"
 
 namespace grouped::sm90 {
 namespace {
 
-struct Shape : ShellShape<(kEvenRows + kEvenCols) * 128, kPromoting.stages, kPromoting.slots> {
-  static constexpr int kRows = kEvenRows, kRowBoxes = kRows / 64, kParts = 2, kScaleBytes = 0;
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of the 168 per thread at launch
+struct Shape : EvenFp8Shape<56, 224> {
+  static constexpr int kParts = 2, kScaleBytes = 0;
+};
+
+// The descriptor of a warpgroup's 64 columns in stage 0.
+struct EvenDescriptor {
+  uint64_t of_weights;
+  __device__ EvenDescriptor(const Shell<Shape>& shell, int consumer, int)
+      : of_weights(descriptor(shell.shared + consumer * kBlockBytes, Major::k)) {}
 };
 
 template <bool kWideRows, bool kWideWeights, class Out>
-struct EvenFp8Product : EvenTiles<Major::k, kEvenCols> {
+struct EvenFp8Product : EvenTiles<Major::k, kEvenCols>, EvenFp8Rows<Out, Shape> {
   using Params = Fp8RowsParams;
   using Element = ptx::Fp8Pair<kWideWeights, kWideRows>;  // as wgmma has them
-  using Shape = sm90::Shape;
-  using Slots = EvenSlots<1, kEvenRows * 128>;
-  static_assert(2 * Slots::kBytes == Shape::kWarps * Shape::WarpSlots::kBytes);
+  using Weights = EvenDescriptor;
 
   static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {
@@ -42,67 +43,21 @@ struct EvenFp8Product : EvenTiles<Major::k, kEvenCols> {
               full);
   }
 
+  template <int kRows>
+  static __device__ void multiply(float* acc, Ring<Shape::kStages>& ring, int length, const Weights& weights,
+                                  uint64_t rows, uint32_t barriers) {
+    multiply_promoting<EvenFp8Product, Scaling::none, kRows>(acc, ring, length, 0, weights.of_weights, rows, barriers,
+                                                             0, NothingMeanwhile{});
+  }
+
   static __device__ void store(const Params& p, const Work& work, int col0, int warp, float (&sums)[kEvenRows / 2],
-                               const Alpha& group, Slots& slots) {
+                               const Alpha& group, EvenFp8Slots& slots) {
     using Bias = device::BiasOf<Out>;
     device::scale_sums(sums, __fmul_rn(group.lhs, group.rhs));
     end_even<Bias>(p, work, col0, even_columns(warp), sums);
     store_even<Out, kEvenRows>(p, work, col0, warp, sums, slots);
   }
-
-  static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_whole_rows<Out>(p, work, rank, thread);
-  }
 };
-
-template <class Product>
-struct EvenPromoting : PairedPipeline<Product> {
-  using typename PairedPipeline<Product>::Params;
-
-  static __device__ RingArrivals rings(const Params&) { return {1, 2 * Shape::kWarps, Shape::kWarps}; }
-  static __device__ void init(const Shell<Shape>) {}
-  static __device__ void fill(uint8_t*) {}
-  static __device__ void help(const Params&, const Shell<Shape>, int) {}
-
-  static __device__ __forceinline__ void work(const Params& p, const Shell<Shape> shell, int warp) {
-    ptx::set_max_registers_up<Shape::kConsumerRegisters>();
-    const int consumer = warp / 4 - 1;
-    WorkReader<Shape, true> reader(shell.barriers, shell.items);
-    Ring<Shape::kStages> ring;
-    typename Product::Slots slots(shell.slots(0).base, consumer);
-    const uint64_t weights = descriptor(shell.shared + consumer * kBlockBytes, Major::k);
-    const uint64_t rows = descriptor(shell.shared + Product::Rhs::kBytes, Major::k);
-    for (;; reader.release()) {
-      const Work& work = reader.get();
-      if (work.kind == Work::kDone) break;
-      if (work.kind == Work::kTail) {
-        Product::clear_tail(p, work, shell.rank, threadIdx.x - 128);
-        continue;
-      }
-      const int col0 = work.col0 + 64 * consumer;
-      if (col0 >= p.cols) {  // nothing to multiply
-        for (int b = 0; b < work.k_blocks(); ++b) skip_block<Shape>(ring, shell.barriers);
-        continue;
-      }
-      const Alpha group(p.lhs_group_scales, p.rhs_group_scales, work.group);  // fetched while the tile multiplies
-      float acc[kEvenRows / 2];
-#pragma unroll
-      for (float& sum : acc) sum = 0;
-      with_even_rows(work.valid_rows, [&](auto count) {
-        multiply_promoting<Product, Scaling::none, decltype(count)::value>(acc, ring, work.length, 0, weights, rows,
-                                                                           shell.barriers, 0, NothingMeanwhile{});
-      });
-      Product::store(p, work, col0, warp % 4, acc, group, slots);
-    }
-    shell.finish_stores();
-  }
-};
-
-template <class Product>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
-    even_product_fp8_sm90(const __grid_constant__ typename Product::Params p) {
-  run_shell<Product, EvenPromoting>(p);
-}
 
 template <bool kWideRows, bool kWideWeights>
 void launch_result(const GroupedMatmul& call, Fp8RowsParams p, void* stream) {

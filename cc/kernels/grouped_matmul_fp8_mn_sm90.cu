@@ -13,12 +13,9 @@
 //
 //   tile        accumulators         weights                    ring         slots        registers, 128 + 256 threads
 //   192 x 128   96 + 96 per thread   16 in use, 8 on their way  4 x 40 KiB   2 x 24 KiB   40 / 232
-#include "cc/device/common/group_factor.cuh"
 #include "cc/device/sm90/fragments_fp8.cuh"
-#include "cc/device/sm90/pipeline_even.cuh"
+#include "cc/device/sm90/pipeline_even_fp8.cuh"
 #include "cc/device/sm90/ptx_fp8.cuh"
-#include "cc/device/sm90/rows_product_fp8.cuh"
-#include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -26,10 +23,7 @@ namespace {
 
 using namespace sm90;
 
-struct Shape : ShellShape<(kEvenRows + kEvenCols) * 128, kPromoting.stages, kPromoting.slots> {
-  static constexpr int kRowBoxes = kEvenRows / 64;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // of the 168 per thread at launch
-};
+using Shape = EvenFp8Shape<40, 232>;
 
 // The weights of a tile, in front of its rows: two boxes of 64 lines x 128 codes. What the pair shares (not across) is
 // loaded a box per CTA.
@@ -50,9 +44,9 @@ struct LinesOfCodes {
 };
 
 // Rounds and stores the sums of a warpgroup's 64 columns, from col0 on, as many rows at once as its slots hold.
-template <class Out, class Slots_>
+template <class Out>
 __device__ inline void store_turned(const Fp8RowsParams& p, const Work& work, int col0, int warp,
-                                    const float (&sums)[kEvenRows / 2], Slots_& slots) {
+                                    const float (&sums)[kEvenRows / 2], EvenFp8Slots& slots) {
   // Pieces of 16 rows x 128 bytes, kWide of them side by side, each of which is filled by kSharing warps.
   constexpr int kWide = sizeof(Out) / 2, kSharing = 4 / kWide, kSetRows = kEvenRows / kWide, kPieces = kEvenRows / 16;
   const int lane = threadIdx.x % 32;
@@ -85,48 +79,18 @@ __device__ inline void store_turned(const Fp8RowsParams& p, const Work& work, in
   }
 }
 
-template <class Pair, class Out>
-struct MnRows {
-  using Params = Fp8RowsParams;
-  using Element = ptx::Fp8Pair<Pair::kWideB, Pair::kWideA>;  // as wgmma has them
-  using Shape = grouped::Shape;
-  using Slots = EvenSlots<1, kEvenRows * 128>;
-  using Rhs = LinesOfCodes;
-  static_assert(2 * Slots::kBytes == Shape::kWarps * Shape::WarpSlots::kBytes);
-  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
-
-  template <class Push>
-  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
-    schedule_rows<pair_at, kEvenRows, true>(p, kEvenCols, rank, mail, push);
-  }
-
-  static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
-                              uint32_t to, uint32_t full) {
-    const int32_t code = kCodesPerElement * k;
-    load_lhs<1, Shape::kRowBoxes>(&p.lhs, ragged_at(work, code, 0), boxes, work.across, rank, to + Rhs::kBytes, full);
-    if (!columns) return;
-    Rhs::load(&p.rhs, {{work.col0, code, work.slice2, work.slice3}}, work.across, rank, to, full);
-  }
-
-  static __device__ void store(const Params& p, const Work& work, int col0, int warp, float (&sums)[kEvenRows / 2],
-                               const Alpha& group, Slots& slots) {
-    using Bias = device::BiasOf<std::conditional_t<sizeof(Out) == 2, Out, __nv_bfloat16>>;
-    device::scale_sums(sums, __fmul_rn(group.lhs, group.rhs));
-    end_even<Bias>(p, work, col0, {16 * warp + int(threadIdx.x) % 32 / 4 * 2, 1}, sums);
-    store_turned<Out>(p, work, col0, warp, sums, slots);
-  }
-
-  static __device__ void clear_tail(const Params& p, const Work& work, uint32_t rank, int thread) {
-    clear_whole_rows<Out>(p, work, rank, thread);
-  }
+// What a warp reads of the weights in a stage, and the shared address of those in stage 0.
+struct TurnedWeights {
+  const TurnedCodes codes;
+  const uint32_t at;
+  __device__ TurnedWeights(const Shell<Shape>& shell, int, int warp) : codes(warp), at(shell.shared) {}
 };
 
-// Adds a warpgroup's products of one tile, its first kRows rows, to `acc`. `weights` is the shared address of those of
-// stage 0, `rows` the descriptor of its rows. Leaves all blocks released.
-template <class Product, int kRows>
-__device__ inline void multiply_turned(float* acc, Ring<Shape::kStages>& ring, int length, const TurnedCodes& codes,
-                                       uint32_t weights, uint64_t rows, uint32_t barriers) {
-  using Pair = typename Product::Element;
+// Adds a warpgroup's products of one tile, its first kRows rows, to `acc`. `rows` is their descriptor in stage 0.
+// Leaves all blocks released.
+template <class Pair, int kRows>
+__device__ inline void multiply_turned(float* acc, Ring<Shape::kStages>& ring, int length, const TurnedWeights& weights,
+                                       uint64_t rows, uint32_t barriers) {
   const int lane = threadIdx.x % 32;
   int left = length;
   HalfBlock a[2], raw;
@@ -150,28 +114,28 @@ __device__ inline void multiply_turned(float* acc, Ring<Shape::kStages>& ring, i
     ring.advance();
     left -= kBlockK;
     const bool more = !kLast && left > 0;
-    const uint32_t next = weights + ring.slot * Shape::kStageBytes;
+    const uint32_t next = weights.at + ring.slot * Shape::kStageBytes;
     if (more) {
       wait();
-      codes.load(next, 0, raw);
+      weights.codes.load(next, 0, raw);
     }
     if (!kLast) ptx::wgmma_wait<2>();
     if (more) {
-      codes.turn(raw, a[0]);
-      codes.load(next, 1, raw);
+      weights.codes.turn(raw, a[0]);
+      weights.codes.load(next, 1, raw);
     }
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(sums);
     if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + before), lane);
-    if (!kLast) codes.turn(raw, a[1]);
+    if (!kLast) weights.codes.turn(raw, a[1]);
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) acc[i] = __fadd_rn(sums[i], acc[i]);
   };
   wait();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    codes.load(weights + ring.slot * Shape::kStageBytes, half, raw);
-    codes.turn(raw, a[half]);
+    weights.codes.load(weights.at + ring.slot * Shape::kStageBytes, half, raw);
+    weights.codes.turn(raw, a[half]);
   }
   // Nothing is in flight at the loop's end: ptxas serialises products whose sums are read in another turn.
 #pragma unroll 1
@@ -185,54 +149,41 @@ __device__ inline void multiply_turned(float* acc, Ring<Shape::kStages>& ring, i
   }
 }
 
-template <class Product>
-struct TurnedPipeline : PairedPipeline<Product> {
-  using typename PairedPipeline<Product>::Params;
+template <class Pair, class Out>
+struct MnRows : EvenFp8Rows<Out, Shape> {
+  using Params = Fp8RowsParams;
+  using Element = ptx::Fp8Pair<Pair::kWideB, Pair::kWideA>;  // as wgmma has them
+  using Weights = TurnedWeights;
+  using Rhs = LinesOfCodes;
+  static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
 
-  static __device__ RingArrivals rings(const Params&) { return {1, 2 * Shape::kWarps, Shape::kWarps}; }
-  static __device__ void init(const Shell<Shape>) {}
-  static __device__ void fill(uint8_t*) {}
-  static __device__ void help(const Params&, const Shell<Shape>, int) {}
+  template <class Push>
+  static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
+    schedule_rows<pair_at, kEvenRows, true>(p, kEvenCols, rank, mail, push);
+  }
 
-  static __device__ __forceinline__ void work(const Params& p, const Shell<Shape> shell, int warp) {
-    ptx::set_max_registers_up<Shape::kConsumerRegisters>();
-    const int consumer = warp / 4 - 1;
-    WorkReader<Shape, true> reader(shell.barriers, shell.items);
-    Ring<Shape::kStages> ring;
-    typename Product::Slots slots(shell.slots(0).base, consumer);
-    const TurnedCodes codes(warp - 4);
-    const uint64_t rows = descriptor(shell.shared + Product::Rhs::kBytes, Major::k);
-    for (;; reader.release()) {
-      const Work& work = reader.get();
-      if (work.kind == Work::kDone) break;
-      if (work.kind == Work::kTail) {
-        Product::clear_tail(p, work, shell.rank, threadIdx.x - 128);
-        continue;
-      }
-      const int col0 = work.col0 + 64 * consumer;
-      if (col0 >= p.cols) {  // nothing to multiply
-        for (int b = 0; b < work.k_blocks(); ++b) skip_block<Shape>(ring, shell.barriers);
-        continue;
-      }
-      const Alpha group(p.lhs_group_scales, p.rhs_group_scales, work.group);  // fetched while the tile multiplies
-      float acc[kEvenRows / 2];
-#pragma unroll
-      for (float& sum : acc) sum = 0;
-      with_even_rows(work.valid_rows, [&](auto count) {
-        multiply_turned<Product, decltype(count)::value>(acc, ring, work.length, codes, shell.shared, rows,
-                                                         shell.barriers);
-      });
-      Product::store(p, work, col0, warp % 4, acc, group, slots);
-    }
-    shell.finish_stores();
+  static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
+                              uint32_t to, uint32_t full) {
+    const int32_t code = kCodesPerElement * k;
+    load_lhs<1, Shape::kRowBoxes>(&p.lhs, ragged_at(work, code, 0), boxes, work.across, rank, to + Rhs::kBytes, full);
+    if (!columns) return;
+    Rhs::load(&p.rhs, {{work.col0, code, work.slice2, work.slice3}}, work.across, rank, to, full);
+  }
+
+  template <int kRows>
+  static __device__ void multiply(float* acc, Ring<Shape::kStages>& ring, int length, const Weights& weights,
+                                  uint64_t rows, uint32_t barriers) {
+    multiply_turned<Element, kRows>(acc, ring, length, weights, rows, barriers);
+  }
+
+  static __device__ void store(const Params& p, const Work& work, int col0, int warp, float (&sums)[kEvenRows / 2],
+                               const Alpha& group, EvenFp8Slots& slots) {
+    using Bias = device::BiasOf<std::conditional_t<sizeof(Out) == 2, Out, __nv_bfloat16>>;
+    device::scale_sums(sums, __fmul_rn(group.lhs, group.rhs));
+    end_even<Bias>(p, work, col0, {16 * warp + int(threadIdx.x) % 32 / 4 * 2, 1}, sums);
+    store_turned<Out>(p, work, col0, warp, sums, slots);
   }
 };
-
-template <class Product>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
-    turned_product_fp8_sm90(const __grid_constant__ typename Product::Params p) {
-  run_shell<Product, TurnedPipeline>(p);
-}
 
 std::string refuses(const GroupedMatmul& c, const Target& target) {
   if (std::string reason = refuses_fp8_rows(c, target, 1); !reason.empty()) return reason;
@@ -244,7 +195,7 @@ void launch(const GroupedMatmul& call, const Context& context) {
   launch_fp8_rows<MnRows>(call, context, [&](auto product, Fp8RowsParams p) {
     using Product = decltype(product);
     map_weights<typename Product::Rhs>(call, &p);
-    launch_rows_product<Product, kEvenCols>(turned_product_fp8_sm90<Product>, p, context.stream);
+    launch_rows_product<Product, kEvenCols>(even_product_fp8_sm90<Product>, p, context.stream);
   });
 }
 
