@@ -457,7 +457,9 @@ def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras:
 
 
 def is_read_as_is(recipe: Recipe, w: Operand) -> bool:
-    """Whether dgrad reads w, a quantised weight, in a form that it already has."""
+    """Whether dgrad reads w, a quantised weight, in a form that it already has. With `saved_weights="forward"` that is
+    either form, whether or not dy is quantised.
+    """
     if not isinstance(w, QTensor):
         return False
     if recipe.saved_weights == "forward":  # another format, which the recipe allows to requantise, is not read
@@ -468,7 +470,7 @@ def is_read_as_is(recipe: Recipe, w: Operand) -> bool:
 def reads_weights_as_given(recipe: Recipe) -> bool:
     """Whether dgrad reads a quantised weight in a form that the weight has. This is the form along the axis that dgrad
     contracts or, if there is none, the form that forward reads, widened; both are exact. If dy is quantised, dgrad
-    needs the first one, unless the recipe has `saved_weights="forward"`.
+    needs the first one.
     """
     return recipe.dgrad[0].plain and recipe.requantize is None
 

@@ -58,8 +58,8 @@ class Recipe(Literal):
             weight of an 8-bit format; the form that forward reads ("forward"), whose codes dgrad then contracts along
             their other axis, so that caches of layers and quantised Parameters hold one byte per weight instead of two;
             or the caller's array ("input"), which backward quantises to the same bits, so that nothing of the size of
-            the weights is kept. All give the same bits. "forward" needs 8-bit weights with one scale per group, whose
-            two forms have the same codes.
+            the weights is kept. "forward" needs 8-bit weights with one scale per group, whose two forms have the same
+            codes; on other GPUs than Hopper, and where rows of codes are no multiples of 16 bytes, dgrad widens them.
 
     Raises:
         TypeError: a value is not a pair of formats, an integer, or a bool. ValueError: an option has an invalid value,

@@ -71,7 +71,7 @@ def cast_shards(
 ) -> None:
     """Quantises this rank's shards of the master weights into quantised primary weights, in place and on the device.
 
-    It writes only the quantised values of this rank's elements, in both forms (`gather_codes` brings the rest), but all
+    It writes only the quantised values of this rank's elements, in all forms (`gather_codes` brings the rest), but all
     scales, on every rank. Both have the bits of a cast from the whole master weight. Members that share storage use the
     same launches, all amax take one reduction, and the host does not wait for the device. Members that are not among
     `weights` do not change.

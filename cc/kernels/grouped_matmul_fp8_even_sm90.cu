@@ -13,11 +13,12 @@
 //   192 x 128   96 + 96 per thread   4 x 40 KiB   2 x 24 KiB      56 / 224
 #include "cc/device/sm90/pipeline_even_fp8.cuh"
 #include "cc/device/sm90/pipeline_fp8.cuh"
+#include "cc/dispatch/tiles_sm90.h"
 
 namespace grouped::sm90 {
 namespace {
 
-struct Shape : EvenFp8Shape<56, 224> {
+struct Shape : EvenFp8Shape<kPromoting.stages, kPromoting.slots, 56, 224> {
   static constexpr int kParts = 2, kScaleBytes = 0;
 };
 

@@ -16,6 +16,7 @@
 #include "cc/device/sm90/fragments_fp8.cuh"
 #include "cc/device/sm90/pipeline_even_fp8.cuh"
 #include "cc/device/sm90/ptx_fp8.cuh"
+#include "cc/dispatch/tiles_sm90.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
@@ -23,7 +24,7 @@ namespace {
 
 using namespace sm90;
 
-using Shape = EvenFp8Shape<40, 232>;
+using Shape = EvenFp8Shape<kPromoting.stages, kPromoting.slots, 40, 232>;
 
 // The weights of a tile, in front of its rows: two boxes of 64 lines x 128 codes. What the pair shares (not across) is
 // loaded a box per CTA.

@@ -363,6 +363,10 @@ def test_checkpoints_with_one_form_and_with_two_load_into_each_other(listed: boo
     some = {name: each for name, each in blocks.items() if ".other." not in name}
     with asserts.refused(ValueError, ["quantised without other.values"]):
         layer(recipes.FP8Block).load_state_dict(some)
+    some = layer(ONE_FORM, listed=True).state_dict()
+    del some["weight1.scales"]
+    with asserts.refused(ValueError, ["`weight1` is quantised without scales, other.values, other.scales"]):
+        layer(recipes.FP8Current, listed=True).load_state_dict(some)
 
 
 def layer_of(other: Any, recipe: Recipe, listed: bool) -> Any:

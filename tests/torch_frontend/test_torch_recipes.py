@@ -442,6 +442,21 @@ def test_one_form_of_weights_serves_both_products(form: str, listed: bool, recip
     assert 0 < codes[1] == codes[0] // 2
 
 
+@pytest.mark.rule("MAT-2", "ERR-1")
+def test_a_weight_without_the_form_of_dgrad_is_told_of_the_recipe_that_needs_none() -> None:
+    x, w = leaf(torch.randn(4, 48).bfloat16()), torch.randn(2, 32, 48).bfloat16()
+    sizes = torch.tensor([3, 1], dtype=torch.int32)
+    one = quantize(w, "fp8_tensor", axis=2)
+    with asserts.refused(ValueError, ["fp8_tensor along axis 2", "saved_weights='forward'", "requantize"]):
+        grouped_linear(x, one, sizes, rhs_transposed=True, recipe=recipes.FP8Current)
+    with asserts.refused(ValueError, ["mxfp8 along axis 2"]) as message:
+        grouped_linear(x, quantize(w, "mxfp8", axis=2), sizes, rhs_transposed=True, recipe=recipes.MXFP8)
+    assert "saved_weights" not in message[0]
+    forward = recipes.FP8Current.replace(saved_weights="forward")
+    grouped_linear(x, one, sizes, rhs_transposed=True, recipe=forward).sum().backward()
+    assert x.grad is not None
+
+
 @pytest.mark.rule("QNT-5", "MLP-2", "MLP-10")
 @pytest.mark.parametrize("recipe", [DELAYED, recipes.FP8Block, recipes.MXFP8], ids=lambda r: r.name)
 @pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])

@@ -156,9 +156,10 @@ def register(
         recipe: formats of both products, for all models that `prepare` gave none. One with delayed scaling keeps a
             state in each experts module, so `prepare` the model.
         residuals, implementation: as in `routed_mlp`.
-        saved_weights: that of the recipe, also of the recipe of `prepare`. None: "quantized", which is faster, where
-            the codes of the weights need no more memory than the library's `grouped_mm` path would keep in rows beyond
-            ours, else "input". The bits are the same.
+        saved_weights: "input" saves weights as they are, "quantized" as the recipe says, which may be "forward"; also
+            for the recipe of `prepare`. None: as the recipe says, which is faster, where the codes of the weights need
+            no more memory than the library's `grouped_mm` path would keep in rows beyond ours, else "input". The bits
+            are the same.
 
     Returns:
         What was replaced, with `undo()`; also a context manager.

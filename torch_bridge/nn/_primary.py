@@ -331,12 +331,13 @@ def _match_forms(groups: int, state: dict[str, Any], prefix: str, like: QTensor[
     A second form is left out where the layer has none. Where the checkpoint has none, it is made if each group has one
     scale, because the two forms then have the same codes.
     """
+    parts = [part for part in PARTS if getattr(like, part) is not None]
     for name in ("weight", *(f"weight{group}" for group in range(groups))):
         first = f"{prefix}{name}."
-        own = {part: state[first + part] for part in PARTS if isinstance(state.get(first + part), Tensor)}
+        own = {part: state[first + part] for part in parts if isinstance(state.get(first + part), Tensor)}
         second = [first + "other." + part for part in PARTS if first + "other." + part in state]
-        if "values" not in own or own["values"].dim() < 2:
-            continue
+        if len(own) < len(parts) or own["values"].dim() < 2:
+            continue  # what is missing or misshapen is refused later
         if like.other is None:
             for key in second:
                 del state[key]

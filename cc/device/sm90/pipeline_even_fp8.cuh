@@ -6,12 +6,12 @@
 #include "cc/device/common/group_factor.cuh"
 #include "cc/device/sm90/pipeline_even.cuh"
 #include "cc/device/sm90/rows_product_fp8.cuh"
-#include "cc/dispatch/tiles_sm90.h"
 
 namespace grouped::sm90 {
 
-template <int kProducerRegisters_, int kConsumerRegisters_>  // of the 168 per thread at launch
-struct EvenFp8Shape : ShellShape<(kEvenRows + kEvenCols) * 128, kPromoting.stages, kPromoting.slots> {
+// Registers are of the 168 per thread at launch.
+template <int kStages_, int kSlots_, int kProducerRegisters_, int kConsumerRegisters_>
+struct EvenFp8Shape : ShellShape<(kEvenRows + kEvenCols) * 128, kStages_, kSlots_> {
   static constexpr int kRows = kEvenRows, kRowBoxes = kRows / 64;
   static constexpr int kProducerRegisters = kProducerRegisters_, kConsumerRegisters = kConsumerRegisters_;
 };
