@@ -99,7 +99,7 @@ class Format(Literal):
         self._check_types()
         self._check_layout()
         allowed = {
-            "delayed": self.rule == "fp32" and self.block == 0,
+            "delayed": self.one_scale,
             "starts_at_one": self.delayed,
             "pow2": self.rule == "fp32",
             "eps": self.rule == "fp32" and not self.delayed,
@@ -212,7 +212,12 @@ class Format(Literal):
     @property
     def per_group(self) -> bool:
         """Whether each group has a scale."""
-        return self.rule == "nvfp4" or (self.rule == "fp32" and self.block == 0)
+        return self.rule == "nvfp4" or self.one_scale
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether each group has one scale and nothing else, so that both forms of a weight have the same codes."""
+        return self.rule == "fp32" and self.block == 0
 
     @property
     def powers_of_fp4(self) -> bool:

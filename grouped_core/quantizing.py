@@ -425,7 +425,7 @@ def check_requantize(q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requ
     found = " and ".join(f"{_shown(form.format)} along axis {form.axis}" for form in (q, q.other) if form is not None)
     how = "both axes and the recipe's own format, e.g. `recipe.wgrad[0]`" if fmt.rotate else "both axes"
     form = "a recipe that reads its format" if fmt.plain else f"that form too (`quantize` with {how})"
-    one = len(q.shape) == 3 and fmt.rule == "fp32" and not fmt.block and fmt.layout == q.format.layout
+    one = len(q.shape) == 3 and fmt.one_scale and fmt.layout == q.format.layout
     shared = "saved_weights='forward', for which one form is enough, or " if one else ""
     raise ValueError(
         f"{operand} {q.shape}: {found}, expected {_shown(fmt)} along axis {axis}, which a product reads; pass {form}, "

@@ -243,7 +243,7 @@ def _check_formats(recipe: Recipe) -> None:
         refuse("forward", "accumulate='fast'", "one scale per tensor and group with it")
     if recipe.saved_weights == "forward":
         weight = recipe.forward[1]
-        if weight != recipe.dgrad[1] or weight.rule != "fp32" or weight.block:
+        if weight != recipe.dgrad[1] or not weight.one_scale:
             raise ValueError(
                 f"`saved_weights` of recipe {recipe.name}: 'forward' with {weight.name} and {recipe.dgrad[1].name}, "
                 "expected weights of one 8-bit format with one scale per group, whose two forms have the same codes; "
@@ -251,7 +251,7 @@ def _check_formats(recipe: Recipe) -> None:
             )
     if recipe.batch_invariant:
         for fmt in (*recipe.forward, *recipe.dgrad):
-            if fmt.rule == "nvfp4" or (fmt.rule == "fp32" and fmt.block == 0 and not fmt.delayed):
+            if fmt.rule == "nvfp4" or (fmt.one_scale and not fmt.delayed):
                 raise ValueError(
                     f"`batch_invariant` of recipe {recipe.name}: True with {fmt.name}, whose scales depend on all "
                     "rows of a group, expected False; use delayed or block scales."

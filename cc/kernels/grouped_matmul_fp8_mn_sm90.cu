@@ -181,7 +181,7 @@ struct MnRows : EvenFp8Rows<Out, Shape> {
                                const Alpha& group, EvenFp8Slots& slots) {
     using Bias = device::BiasOf<std::conditional_t<sizeof(Out) == 2, Out, __nv_bfloat16>>;
     device::scale_sums(sums, __fmul_rn(group.lhs, group.rhs));
-    end_even<Bias>(p, work, col0, {16 * warp + int(threadIdx.x) % 32 / 4 * 2, 1}, sums);
+    end_even<Bias>(p, work, col0, turned_columns(warp), sums);
     store_turned<Out>(p, work, col0, warp, sums, slots);
   }
 };

@@ -6,8 +6,7 @@ multiplies their exact values.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -233,7 +232,7 @@ def _whole_rows(case: cases.Case) -> cases.Case:
 
 def _whole_lines(case: cases.Case) -> cases.Case:
     """The same whose lines along N fill 16 bytes in 8 bits, too."""
-    return dataclasses.replace(case, n=-(-case.n // 16) * 16)
+    return replace(case, n=-(-case.n // 16) * 16)
 
 
 @pytest.mark.gpu
@@ -379,7 +378,9 @@ def test_tiles_of_even_height_change_no_bit(pair, result):
     bias=(None, "bfloat16", "float32"),
     row_scale=(False, True),
     scale_bias=(False, True),
-    valid=lambda bias, row_scale, scale_bias, **_: not scale_bias or (bias and row_scale),
+    valid=lambda result, bias, row_scale, scale_bias, **_: (
+        (not scale_bias or (bias and row_scale)) and (result != "float16" or bias != "bfloat16")
+    ),
 )
 def test_products_across_lines(pair, case, result, bias, row_scale, scale_bias):
     case = _whole_lines(case)

@@ -51,6 +51,8 @@ struct ColumnsOfLane {
   int first, step;
 };
 __device__ inline ColumnsOfLane even_columns(int warp) { return {16 * warp + int(threadIdx.x) % 32 / 4, 8}; }
+// Of weights whose codes are turned (layout_fp8.cuh).
+__device__ inline ColumnsOfLane turned_columns(int warp) { return {16 * warp + int(threadIdx.x) % 32 / 4 * 2, 1}; }
 
 // Bias and row scale of the sums of 64 columns, from col0 on.
 template <class Bias, class Params>

@@ -86,14 +86,14 @@ __device__ inline void wgmma_fp8_part(float (&d)[kN / 2], const A& a, uint64_t b
     GROUPED_WGMMA_WIDE("96", GROUPED_R48, GROUPED_LIST("%48", "%49", "%50", "%51", "%52"),
                        GROUPED_LIST(GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32)),
                        GROUPED_LIST(GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32)))
-  } else if constexpr (kN == 128) {
-    GROUPED_WGMMA_WIDE("128", GROUPED_R64, GROUPED_LIST("%64", "%65", "%66", "%67", "%68"),
-                       GROUPED_LIST(GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48)),
-                       GROUPED_LIST(GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32), GROUPED_W16(48)))
   } else if constexpr (kN == 112) {
     GROUPED_WGMMA_WIDE("112", GROUPED_R56, GROUPED_LIST("%56", "%57", "%58", "%59", "%60"),
                        GROUPED_LIST(GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D8(48)),
                        GROUPED_LIST(GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32), GROUPED_W8(48)))
+  } else if constexpr (kN == 128) {
+    GROUPED_WGMMA_WIDE("128", GROUPED_R64, GROUPED_LIST("%64", "%65", "%66", "%67", "%68"),
+                       GROUPED_LIST(GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48)),
+                       GROUPED_LIST(GROUPED_W16(0), GROUPED_W16(16), GROUPED_W16(32), GROUPED_W16(48)))
   } else if constexpr (kN == 144) {
     GROUPED_WGMMA_WIDE("144", GROUPED_R72, GROUPED_LIST("%72", "%73", "%74", "%75", "%76"),
                        GROUPED_LIST(GROUPED_D16(0), GROUPED_D16(16), GROUPED_D16(32), GROUPED_D16(48), GROUPED_D8(64)),
