@@ -34,6 +34,8 @@ struct EvenFp8Product : EvenTiles<Major::k, kEvenCols>, EvenFp8Rows<Out, Shape> 
   using Params = Fp8RowsParams;
   using Element = ptx::Fp8Pair<kWideWeights, kWideRows>;  // as wgmma has them
   using Weights = EvenDescriptor;
+  using Loads = PairLoads<EvenFp8Product>;
+  static __device__ int stages(const Work& work) { return work.k_blocks(); }
 
   static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
                               uint32_t to, uint32_t full) {

@@ -2,7 +2,7 @@
 // groups. One form of weights, which forward contracts along its lines, so serves dgrad as well.
 //
 //   loader: weight codes, 128 lines x 128, in two boxes; row codes by a ragged map in boxes of 64; multicast
-//            |  ring of blocks: weights 128 x 128 bytes, rows up to 192 x 128 bytes
+//            |  ring of stages: weights of block b + 1, 128 x 128 bytes, and rows of block b, up to 192 x 128 bytes
 //            v
 //   2 consumer warpgroups, 64 columns each, operands swapped: weights by transposed loads into registers, turned by
 //   byte permutations (fragments_fp8.cuh); a block's sums of R rows by four wgmma m64nRk32, while the registers of the
@@ -88,87 +88,117 @@ struct TurnedWeights {
 };
 
 // Adds a warpgroup's products of one tile, its first kRows rows, to `acc`. `rows` is their descriptor in stage 0.
-// Leaves all blocks released.
+// Leaves all stages released.
 template <class Pair, int kRows>
 __device__ inline void multiply_turned(float* acc, Ring<Shape::kStages>& ring, int length, const TurnedWeights& weights,
                                        uint64_t rows, uint32_t barriers) {
   const int lane = threadIdx.x % 32;
   int left = length;
-  HalfBlock a[2], raw;
+  HalfBlock codes[2], raw;
   const auto wait = [&] { ptx::barrier_wait(barriers + 8 * (Shape::kFull + ring.slot), ring.parity); };
-  const auto block = [&](auto steps) {
+  const auto of_stage = [&] { return weights.at + ring.slot * Shape::kStageBytes; };
+  const auto release = [&](uint32_t slot) {
+    if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + slot), lane);
+  };
+  // The first kSteps of a block, and with kMore the codes of the next one.
+  const auto block = [&](auto steps, auto more) {
     constexpr int kSteps = decltype(steps)::value;
-    constexpr bool kLast = kSteps < kBlockSteps;
+    constexpr bool kMore = decltype(more)::value;
     float sums[kRows / 2];
-    const uint64_t columns = rows + uint64_t(ring.slot * (Shape::kStageBytes >> 4));
-    const uint32_t before = ring.slot;
+    const uint32_t slot = ring.slot, stage = of_stage();
+    const uint64_t columns = rows + uint64_t(slot * (Shape::kStageBytes >> 4));
+    // In front of the products: loads wait until the tensor cores have begun all products that were issued before.
+    if constexpr (kMore) weights.codes.load(stage, 0, raw);
     ptx::wgmma_fence();
-    ptx::wgmma_fp8_part<Pair, kRows, true>(sums, a[0][0], columns);
 #pragma unroll
-    for (int k = 1; k < kBlockSteps; ++k) {  // the first half is one group of products, each other step another
-      if (k < kSteps) {
-        ptx::wgmma_fp8_part<Pair, kRows, false>(sums, a[k / kHalfSteps][k % kHalfSteps],
-                                                columns + k * descriptor_step(Major::k));
+    for (int k = 0; k < kSteps; ++k) {
+      const uint32_t (&of_step)[4] = codes[k / kHalfSteps][k % kHalfSteps];
+      if (k == 0) {
+        ptx::wgmma_fp8_part<Pair, kRows, true>(sums, of_step, columns);
+      } else {
+        ptx::wgmma_fp8_part<Pair, kRows, false>(sums, of_step, columns + k * descriptor_step(Major::k));
       }
-      if (k < kSteps || k == 1) ptx::wgmma_commit();
+      if (k == kHalfSteps - 1 || k == kSteps - 1) ptx::wgmma_commit();
     }
     ring.advance();
     left -= kBlockK;
-    const bool more = !kLast && left > 0;
-    const uint32_t next = weights.at + ring.slot * Shape::kStageBytes;
-    if (more) {
-      wait();
-      weights.codes.load(next, 0, raw);
-    }
-    if (!kLast) ptx::wgmma_wait<2>();
-    if (more) {
-      weights.codes.turn(raw, a[0]);
-      weights.codes.load(next, 1, raw);
+    if constexpr (kMore) {
+      ptx::wgmma_wait<1>();
+      weights.codes.turn(raw, codes[0]);
+      weights.codes.load(stage, 1, raw);
     }
     ptx::wgmma_wait<0>();
     ptx::wgmma_done(sums);
-    if (lane < 2) ptx::barrier_arrive_peer(barriers + 8 * (Shape::kEmpty + before), lane);
-    if (!kLast) weights.codes.turn(raw, a[1]);
+    if constexpr (kMore) weights.codes.turn(raw, codes[1]);
+    release(slot);
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) acc[i] = __fadd_rn(sums[i], acc[i]);
+    if constexpr (kMore) wait();
   };
   wait();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    weights.codes.load(weights.at + ring.slot * Shape::kStageBytes, half, raw);
-    weights.codes.turn(raw, a[half]);
+    weights.codes.load(of_stage(), half, raw);
+    weights.codes.turn(raw, codes[half]);
   }
+  release(ring.slot);
+  ring.advance();
+  wait();
   // Nothing is in flight at the loop's end: ptxas serialises products whose sums are read in another turn.
 #pragma unroll 1
-  while (left > kBlockK - 16) block(std::integral_constant<int, kBlockSteps>{});
-  if (left > 32) {
-    block(std::integral_constant<int, 3>{});
+  while (left > kBlockK) block(std::integral_constant<int, kBlockSteps>{}, std::true_type{});
+  const auto last = [&](auto steps) { block(steps, std::false_type{}); };
+  if (left > 48) {
+    last(std::integral_constant<int, 4>{});
+  } else if (left > 32) {
+    last(std::integral_constant<int, 3>{});
   } else if (left > 16) {
-    block(std::integral_constant<int, 2>{});
-  } else if (left > 0) {
-    block(std::integral_constant<int, 1>{});
+    last(std::integral_constant<int, 2>{});
+  } else {
+    last(std::integral_constant<int, 1>{});
   }
 }
+
+// How a tile is loaded: the codes of a block's weights come with the rows of the block before, which multiplies while
+// they are on their way to registers. The first stage of a tile has no rows, the last one no weights.
+template <class Product>
+struct WeightsAhead : PairLoads<Product> {
+  __device__ WeightsAhead(const Fp8RowsParams& p, const Work& work) : PairLoads<Product>(p, work) {
+    this->blocks = Product::stages(work);
+  }
+  __device__ uint32_t bytes_of(int block) const {
+    return (has_rows(block) ? this->boxes * kBlockBytes : 0) + (has_weights(block) ? Product::Rhs::kBytes : 0);
+  }
+  __device__ void load(const Fp8RowsParams& p, const Work& work, int block, uint32_t rank, uint32_t stage,
+                       uint32_t full) const {
+    const int32_t code = kBlockCodes * block;
+    if (has_rows(block)) {
+      load_lhs<1, Shape::kRowBoxes>(&p.lhs, ragged_at(work, code - kBlockCodes, 0), this->boxes, work.across, rank,
+                                    stage + Product::Rhs::kBytes, full);
+    }
+    if (has_weights(block)) {
+      Product::Rhs::load(&p.rhs, {{work.col0, code, work.slice2, work.slice3}}, work.across, rank, stage, full);
+    }
+  }
+
+ private:
+  __device__ bool has_rows(int block) const { return block > 0; }
+  __device__ bool has_weights(int block) const { return this->columns && block < this->blocks - 1; }
+};
 
 template <class Pair, class Out>
 struct MnRows : EvenFp8Rows<Out, Shape> {
   using Params = Fp8RowsParams;
   using Element = ptx::Fp8Pair<Pair::kWideB, Pair::kWideA>;  // as wgmma has them
   using Weights = TurnedWeights;
+  using Loads = WeightsAhead<MnRows>;
+  static __device__ int stages(const Work& work) { return work.k_blocks() + 1; }
   using Rhs = LinesOfCodes;
   static __device__ uint32_t rhs_bytes(int) { return Rhs::kBytes; }
 
   template <class Push>
   static __device__ void schedule(const Params& p, uint32_t rank, uint32_t mail, uint32_t, Push push) {
     schedule_rows<pair_at, kEvenRows, true>(p, kEvenCols, rank, mail, push);
-  }
-
-  static __device__ void load(const Params& p, const Work& work, int k, int boxes, bool columns, uint32_t rank,
-                              uint32_t to, uint32_t full) {
-    const int32_t code = kCodesPerElement * k;
-    load_lhs<1, Shape::kRowBoxes>(&p.lhs, ragged_at(work, code, 0), boxes, work.across, rank, to + Rhs::kBytes, full);
-    if (!columns) return;
-    Rhs::load(&p.rhs, {{work.col0, code, work.slice2, work.slice3}}, work.across, rank, to, full);
   }
 
   template <int kRows>

@@ -16,9 +16,9 @@ class TurnedCodes {
  public:
   // Of 16 of the block's 128 columns, those of one of eight warps.
   __device__ explicit TurnedCodes(int warp)
-      : at_(turned_at(warp, threadIdx.x % 32)),
-        even_(turned_bytes(threadIdx.x % 32, 0)),
-        odd_(turned_bytes(threadIdx.x % 32, 1)) {}
+      : at_(kept(turned_at(warp, threadIdx.x % 32))),
+        even_(kept(turned_bytes(threadIdx.x % 32, 0))),
+        odd_(kept(turned_bytes(threadIdx.x % 32, 1))) {}
 
   // The lines of half 0 or 1 of the block at shared address `block`.
   __device__ void load(uint32_t block, int half, HalfBlock& raw) const {
@@ -39,6 +39,9 @@ class TurnedCodes {
   }
 
  private:
+  // Through a shuffle, which ptxas does not repeat: it would ask for the thread's index again in every block, and wait.
+  static __device__ uint32_t kept(uint32_t value) { return __shfl_sync(~0u, value, threadIdx.x % 32); }
+
   uint32_t at_, even_, odd_;
 };
 

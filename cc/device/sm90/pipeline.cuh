@@ -145,6 +145,7 @@ struct PairLoads {
     if (Product::Shape::kRowBoxes > 2 && work.valid_rows > 2 * 64) boxes = Product::Shape::kRowBoxes;
     bytes = boxes * kBlockBytes + (columns ? Product::rhs_bytes(p.cols - work.col0) : 0);
   }
+  __device__ uint32_t bytes_of(int) const { return bytes; }
   __device__ void load(const typename Product::Params& p, const Work& work, int block, uint32_t rank, uint32_t stage,
                        uint32_t full) const {
     Product::load(p, work, block * kBlockK, boxes, columns, rank, stage, full);

@@ -35,6 +35,7 @@ template <class Product>
 struct EvenPromoting : PairedPipeline<Product> {
   using typename PairedPipeline<Product>::Params;
   using typename PairedPipeline<Product>::Shape;
+  using Loads = typename Product::Loads;
 
   static __device__ RingArrivals rings(const Params&) { return {1, 2 * Shape::kWarps, Shape::kWarps}; }
   static __device__ void init(const Shell<Shape>) {}
@@ -58,7 +59,7 @@ struct EvenPromoting : PairedPipeline<Product> {
       }
       const int col0 = work.col0 + 64 * consumer;
       if (col0 >= p.cols) {  // nothing to multiply
-        for (int b = 0; b < work.k_blocks(); ++b) skip_block<Shape>(ring, shell.barriers);
+        for (int b = 0; b < Product::stages(work); ++b) skip_block<Shape>(ring, shell.barriers);
         continue;
       }
       const Alpha group(p.lhs_group_scales, p.rhs_group_scales, work.group);  // fetched while the tile multiplies

@@ -48,6 +48,7 @@ struct SwappedLoads {
     end = across && rank < boxes ? rank + 1 : boxes;
     at = ragged_at(work, 0, first * kSwappedRowsBox);
   }
+  __device__ uint32_t bytes_of(int) const { return bytes; }
   __device__ void load(const Params& p, const Work& work, int block, uint32_t rank, uint32_t stage,
                        uint32_t full) const {
     const int k = block * kBlockK;

@@ -244,6 +244,7 @@ struct Tf32Loads {
 
   __device__ Tf32Loads(const typename Product::Params&, const Work& work)
       : units(tf32_units(work)), blocks(tf32_blocks(work)), bytes(units * Shape::kUnitBytes + Shape::kRhsBytes) {}
+  __device__ uint32_t bytes_of(int) const { return bytes; }
   __device__ void load(const typename Product::Params& p, const Work& work, int block, uint32_t, uint32_t stage,
                        uint32_t full) const {
     Product::load(p, work, block * kTf32K, units, stage, full);

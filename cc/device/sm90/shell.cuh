@@ -14,7 +14,7 @@
 //   kPairs                      whether CTAs come in clusters of two, which leave together
 //   rings(p)                    arrivals that the barriers of the rings wait for
 //   init(shell), fill(memory)   its own barriers, by thread 0; its own memory, by all threads
-//   Loads(p, work)              how a tile is loaded: `blocks`, `bytes` of each, load(p, work, block, ...)
+//   Loads(p, work)              how a tile is loaded: `blocks`, bytes_of(block), load(p, work, block, ...)
 //   schedule(p, shell, push)    pushes work items, the last one empty
 //   help(p, shell, warp)        what warps 2 and 3 do
 //   work(p, shell, warp)        what the other warpgroups do, registers included
@@ -221,7 +221,7 @@ __device__ __forceinline__ void run_shell(const typename Product::Params& p) {
             pace.step();
             const uint32_t full = shell.full(ring.slot), stage = shell.stage(ring.slot);
             ptx::barrier_wait(shell.empty(ring.slot), ring.parity ^ 1);
-            ptx::barrier_arrive_expect(full, loads.bytes);
+            ptx::barrier_arrive_expect(full, loads.bytes_of(b));
             loads.load(p, work, b, shell.rank, stage, full);
             ring.advance();
           }
