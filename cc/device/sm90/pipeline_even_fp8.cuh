@@ -1,6 +1,6 @@
 // The pipeline of 8-bit products in tiles of even height with scales of groups (pipeline_even.cuh), whose partial sums
-// go to fp32 every 128 codes: 64 columns for each of two consumer warpgroups, which take every tile. How a block is
-// multiplied is the product's, in registers that it says.
+// go to fp32 every 128 codes: 64 columns for each of two consumer warpgroups, which take every tile. What the stages of
+// a tile hold and how a block is multiplied is the product's, in registers that it says.
 #pragma once
 
 #include "cc/device/common/group_factor.cuh"
