@@ -244,22 +244,39 @@ def _refuse_vmap(operands: Sequence[Any], axes: Sequence[Any], *, call: Call) ->
         for slot, array, axis in zip(slots, operands, axes, strict=True)
         if axis is not None
     )
+    if call.name == "scale_update":
+        remedy = "leave `jax.vmap` out: leading axes of a state are kept."
+    elif "group_sizes" in slots:
+        remedy = (
+            "fold the axis into rows or groups instead: reshape [B, M, K] to [B * M, K], stack the weights and sizes "
+            "of all B to B * G groups."
+        )
+    else:
+        remedy = "fold the axis into rows instead: reshape [B, M, K] to [B * M, K]."
     raise NotImplementedError(
-        f"jax.vmap of {call.name}: mapped {mapped}, expected operands without a mapped axis; fold the axis into rows "
-        "or groups instead: reshape [B, M, K] to [B * M, K], stack the weights and sizes of all B to B * G groups."
+        f"jax.vmap of {call.name}: mapped {mapped}, expected operands without a mapped axis; {remedy}"
     )
 
 
 def _refuse_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:
     other = "jax.lax.ragged_dot" if call.name.startswith("grouped_matmul") else "operations of jax.numpy"
     raise NotImplementedError(
-        f"derivative of {call.name}: asked for forward mode or a second derivative, expected one jax.grad or jax.vjp; "
-        f"use {other} where you need more."
+        f"derivative of {call.name}: asked for a second derivative, for forward mode, or for that of a part of an "
+        "operation (`jax_grouped.accumulate`), expected one jax.grad or jax.vjp of the whole operation; use "
+        f"{other} where you need more."
+    )
+
+
+def _refuse_transpose(cotangents: Any, *_: Any, call: Call) -> Any:
+    raise NotImplementedError(
+        f"transpose of {call.name}: asked for by jax.linear_transpose, expected one jax.grad or jax.vjp of the "
+        "operation; take `jax.vjp` at any point instead."
     )
 
 
 batching.primitive_batchers[call_p] = _refuse_vmap
 ad.primitive_jvps[call_p] = _refuse_jvp
+ad.primitive_transposes[call_p] = _refuse_transpose
 
 
 # ---------------------------------------------------------------------------------------------------------------------

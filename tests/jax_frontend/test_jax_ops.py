@@ -360,6 +360,26 @@ def test_second_derivatives_are_refused():
 
 
 @pytest.mark.rule("ACC-10")
+def test_vmap_of_a_state_is_refused_with_its_own_remedy():
+    state = jax.tree.map(lambda part: jnp.stack([part] * 3), jg.scaling_state(jg.FP8Delayed, 2))
+    with asserts.refused(NotImplementedError, ["jax.vmap of scale_update", "leave `jax.vmap` out", "leading axes"]):
+        jax.vmap(jg.update_scaling)(state)
+    assert jg.update_scaling(state).scale.shape == state.scale.shape
+
+
+def test_derivatives_of_parts_and_transposes_are_refused():
+    p = small("groups_2")
+    parts = ["derivative of grouped_matmul", "a part of an operation", "jax_grouped.accumulate", "the whole operation"]
+    with asserts.refused(NotImplementedError, parts):
+        wi = jnp.concatenate([p.w, p.w], axis=2)
+        wo = jnp.swapaxes(jnp.asarray(p.w), 1, 2)
+        jax.grad(lambda x: jg.accumulate.grouped_mlp_fwd(x, wi, wo, p.group_sizes)[0].sum())(jnp.asarray(p.x))
+    parts = ["transpose of grouped_matmul", "jax.linear_transpose", "take `jax.vjp`"]
+    with asserts.refused(NotImplementedError, parts):
+        jax.linear_transpose(lambda x: jg.ragged_dot(x, p.w, p.group_sizes), p.x)(p.x @ p.w[0])
+
+
+@pytest.mark.rule("ACC-10")
 def test_forward_mode_is_refused():
     p = small("groups_2")
     with asserts.refused(TypeError, ["forward-mode autodiff", "custom_vjp"]):
