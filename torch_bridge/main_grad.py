@@ -332,11 +332,14 @@ class Entry(NamedTuple):
             return self.part is other.part and apart
         return self.part.delivered is other.part.delivered and (apart or self.part.number != other.part.number)
 
-    def run(self, now: Sequence[Any]) -> None:
-        """Computes the gradients and delivers them, added to those of earlier entries.
+    def run(self, now: Sequence[Any]) -> list[tuple[Any, Any, Tensor]]:
+        """Computes the gradients and adds those that go to `main_grad`.
 
         Args:
             now: the layer's weights as they are now. If FSDP2 has resharded those of backward, they get the gradients.
+
+        Returns:
+            For each gradient that goes to `.grad` (the weight of backward, the one that gets it, the gradient).
         """
         _await(self)
         if not self.captured and self.versions != _versions(self.operands):
@@ -350,14 +353,19 @@ class Entry(NamedTuple):
                 placeholder = returned(self.weights[at])
                 if placeholder is not None and self.weights[at].grad is None:
                     self.weights[at].grad = distributed_like(self.weights[at], placeholder)
-            return
+            return []
         # Gradients are rounded before they are added, as in autograd.
         own = [local(self.weights[at]) for at in self.trained]
         new = [each.new_empty(each.shape, dtype=self.dtype) for each in own]
         self.launch(new, list(self.trained), False)
-        for at, gradient in zip(self.trained, new, strict=True):
-            to = now[at] if is_distributed(now[at]) else self.weights[at]
-            _add_to_grad(to, gradient, is_whole=to is not self.weights[at])
+        return [
+            (
+                self.weights[at],
+                now[at] if is_distributed(now[at]) else self.weights[at],
+                gradient.to(self.weights[at].dtype),
+            )
+            for at, gradient in zip(self.trained, new, strict=True)
+        ]
 
 
 def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
@@ -457,15 +465,29 @@ class GradientQueue:
             return False
         entries = self._passes()[0]
         order = list(dict.fromkeys([id(entry.weights[0]) for entry in entries]))
+        sums: dict[
+            int, tuple[Any, Any, Tensor]
+        ] = {}  # the parts of a pass are summed before they are added, as in autograd
+        with torch.no_grad():
+            for entry in entries:
+                own = weights
+                if len(entry.weights) < len(weights):  # one of several, perhaps not the first, as others may be frozen
+                    at = order.index(id(entry.weights[0]))
+                    own = [each for each in weights if each is entry.weights[0]] or weights[at : at + 1]
+                for weight, to, gradient in entry.run(own):  # an entry that raises stays queued
+                    before = sums.get(id(weight))
+                    sums[id(weight)] = (weight, to, gradient if before is None else before[2].add_(gradient))
+                if entry.to_main_grad:
+                    self._remove(entry)
+            for weight, to, gradient in sums.values():
+                _add_to_grad(to, gradient, is_whole=to is not weight)
         for entry in entries:
-            own = weights
-            if len(entry.weights) < len(weights):  # one of several, perhaps not the first, as others may be frozen
-                at = order.index(id(entry.weights[0]))
-                own = [each for each in weights if each is entry.weights[0]] or weights[at : at + 1]
-            with torch.no_grad():
-                entry.run(own)  # an entry that raises stays queued
-            del self._entries[[each is entry for each in self._entries].index(True)]
+            if not entry.to_main_grad:
+                self._remove(entry)
         return True
+
+    def _remove(self, entry: Entry) -> None:
+        del self._entries[[each is entry for each in self._entries].index(True)]
 
     def fire(self) -> None:
         """Calls the hooks that are registered now."""

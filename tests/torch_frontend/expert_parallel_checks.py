@@ -638,7 +638,9 @@ def the_first_chunk_replaces_beside_a_graph(mesh: DeviceMesh) -> None:
 
 @check
 def chunks_of_two_passes_wait_as_two(mesh: DeviceMesh) -> None:
-    """The first `backward_dw` gives the gradients of all chunks of the pass whose backward ran first."""
+    """The first `backward_dw` gives the gradients of all chunks of the pass whose backward ran first; the second adds
+    the sum of the others, as autograd does.
+    """
     options: dict[str, Any] = {"process_group": mesh.get_group(), "chunks": 2}
     x, other = (drawn(mesh, T, H, seed=(name, mesh.get_rank())) for name in ("x", "other"))
     found = []
@@ -651,7 +653,13 @@ def chunks_of_two_passes_wait_as_two(mesh: DeviceMesh) -> None:
             assert layer.pending_wgrads() == 2
             layer.backward_dw()
             assert layer.pending_wgrads() == 1
-        found.append([each.grad for each in layer.experts.parameters()])
+        grads: list[Any] = [each.grad for each in layer.experts.parameters()]
+        first = [each.clone() for each in grads]
+        if delay:
+            layer.backward_dw()
+        else:
+            layer(other)[0].sum().backward()
+        found.append([*first, *grads])
     for mine, theirs in zip(*found, strict=True):
         asserts.bitwise(mine, theirs)
 

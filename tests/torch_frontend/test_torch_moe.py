@@ -576,6 +576,7 @@ def test_activation_and_residuals_of_a_layer_are_fixed() -> None:
             TypeError,
             ["`foo` of MoE", "no such keyword", "leave it out", "score", "activation", "lora_rank"],
         ),
+        (lambda: nn.MoE(H, F, E, K, shared_dim=0), ValueError, ["`shared_dim` of MoE", "0", "1 or more", "size"]),
         (lambda: nn.MoE(H, F, 0, K), ValueError, ["`num_experts` of MoE", "0", "1 or more", "size of that axis"]),
         (
             lambda: nn.MoE(H, F, E, K, shared_gate=True),
@@ -603,7 +604,7 @@ def test_activation_and_residuals_of_a_layer_are_fixed() -> None:
         (
             lambda: _layer()(torch.zeros(2, H + 1)),
             ValueError,
-            ["`router`", f"({E}, {H})", f"H = {H + 1}", "per expert"],
+            ["`x` of MoE", f"(2, {H + 1})", f"H = {H}", "`router.weight`", f"({E}, {H})", "pass tokens"],
         ),
         (
             lambda: moe(torch.zeros(2, H), torch.zeros(H, E, 1), torch.zeros(1), torch.zeros(1), K),

@@ -198,6 +198,8 @@ class MoE(OrderedColumns):
         hidden, mlp_dim, num_experts, self.num_experts_per_tok = positive(
             "MoE", **sizes, num_experts_per_tok=num_experts_per_tok
         )
+        if shared_dim is not None:
+            (shared_dim,) = positive("MoE", shared_dim=shared_dim)
         self.routing: dict[str, Any] = {
             "score": score,
             "after_topk": after_topk,
@@ -315,7 +317,7 @@ class MoE(OrderedColumns):
 
         Raises what `route.topk_router` and `routed_mlp` raise.
         """
-        tokens = _tokens(x)
+        tokens = _tokens(x, *self.router.weight.shape)
         mask, experts = _of_tokens(x, mask, experts)
         jitter, key = (self.jitter, _key(tokens)) if self.jitter and self.training else (0.0, None)
         weights, chosen, aux = topk_router(
@@ -419,13 +421,18 @@ class MoE(OrderedColumns):
         return "".join([text, *[f", {name}={value!r}" for name, value in given.items()]])
 
 
-def _tokens(x: Tensor) -> Tensor:
-    """x [..., H] as [T, H]. Raises ValueError for a scalar."""
+def _tokens(x: Tensor, experts: int, hidden: int) -> Tensor:
+    """x [..., H] as [T, H]. Raises ValueError where H is not `hidden`, as for the router [experts, hidden]."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`x` of MoE: {type(x).__name__}, expected a torch.Tensor; convert it first.")
     if x.dim() == 0:
         raise ValueError(
             f"`x` of MoE: shape {tuple(x.shape)}, expected at least one axis [..., H]; pass tokens of H columns."
+        )
+    if x.shape[-1] != hidden:
+        raise ValueError(
+            f"`x` of MoE: shape {tuple(x.shape)}, expected H = {hidden} columns beside `router.weight` of shape "
+            f"({experts}, {hidden}); pass tokens of H columns."
         )
     return x.reshape(-1, x.shape[-1])
 
