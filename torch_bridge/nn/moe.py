@@ -317,7 +317,7 @@ class MoE(OrderedColumns):
 
         Raises what `route.topk_router` and `routed_mlp` raise.
         """
-        tokens = _tokens(x, *self.router.weight.shape)
+        tokens = _tokens(x, self.num_experts, self.experts.linear_fc1.in_features)
         mask, experts = _of_tokens(x, mask, experts)
         jitter, key = (self.jitter, _key(tokens)) if self.jitter and self.training else (0.0, None)
         weights, chosen, aux = topk_router(
@@ -429,7 +429,7 @@ def _tokens(x: Tensor, experts: int, hidden: int) -> Tensor:
         raise ValueError(
             f"`x` of MoE: shape {tuple(x.shape)}, expected at least one axis [..., H]; pass tokens of H columns."
         )
-    if x.shape[-1] != hidden:
+    if not torch.jit.is_tracing() and x.shape[-1] != hidden:  # tracing, whose sizes are tensors, is refused later
         raise ValueError(
             f"`x` of MoE: shape {tuple(x.shape)}, expected H = {hidden} columns beside `router.weight` of shape "
             f"({experts}, {hidden}); pass tokens of H columns."
