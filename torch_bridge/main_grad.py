@@ -465,16 +465,15 @@ class GradientQueue:
             return False
         entries = self._passes()[0]
         order = list(dict.fromkeys([id(entry.weights[0]) for entry in entries]))
-        sums: dict[
-            int, tuple[Any, Any, Tensor]
-        ] = {}  # the parts of a pass are summed before they are added, as in autograd
+        # What goes to `.grad`, by weight: parts of a pass are summed before they are added, as in autograd.
+        sums: dict[int, tuple[Any, Any, Tensor]] = {}
         with torch.no_grad():
             for entry in entries:
                 own = weights
                 if len(entry.weights) < len(weights):  # one of several, perhaps not the first, as others may be frozen
                     at = order.index(id(entry.weights[0]))
                     own = [each for each in weights if each is entry.weights[0]] or weights[at : at + 1]
-                for weight, to, gradient in entry.run(own):  # an entry that raises stays queued
+                for weight, to, gradient in entry.run(own):  # if it raises, it and what `sums` holds stay queued
                     before = sums.get(id(weight))
                     sums[id(weight)] = (weight, to, gradient if before is None else before[2].add_(gradient))
                 if entry.to_main_grad:
