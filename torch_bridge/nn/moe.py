@@ -309,7 +309,8 @@ class MoE(OrderedColumns):
         """(y [..., H], aux) of x [..., H].
 
         Args:
-            x: tokens, in any number of leading axes. mask: bool [...], False for padding, whose routed part is zero.
+            x: tokens, in any number of leading axes. mask: bool [...], False for padding, whose routed part is zero and
+                whose values must be finite.
             experts: integers [..., k], chosen elsewhere (replay, `route.hash_experts`), -1 for none.
             sequence_sizes: integers [S], as in `route.topk_router`, of the tokens in the order of memory; those of this
                 rank, as many on every rank.
