@@ -493,7 +493,8 @@ class MoE(nn.Module):
 
         Args:
             x: [..., H].
-            mask: [...], False for padding, which goes to no expert and must be finite. experts: [..., k], chosen elsewhere.
+            mask: [...], False for padding, which goes to no expert and must be finite. experts: [..., k], chosen
+                elsewhere.
             sequence_sizes: [S], as in `jax_grouped.route.topk_router`, of the tokens in the order of memory.
         """
         check_flags("MoE", selection_bias=self.selection_bias)

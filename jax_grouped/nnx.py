@@ -479,7 +479,8 @@ class MoE(_Experts):
 
         Args:
             x: [..., H].
-            mask: [...], False for padding, which goes to no expert and must be finite. experts: [..., k], chosen elsewhere.
+            mask: [...], False for padding, which goes to no expert and must be finite. experts: [..., k], chosen
+                elsewhere.
             sequence_sizes: [S], as in `jax_grouped.route.topk_router`, of the tokens in the order of memory.
             rngs: random numbers for stochastic rounding and jitter, in place of the layer's own: `nnx.Rngs`, a stream,
                 or a key.
