@@ -339,7 +339,8 @@ class Entry(NamedTuple):
             now: the layer's weights as they are now. If FSDP2 has resharded those of backward, they get the gradients.
 
         Returns:
-            For each gradient that goes to `.grad` (the weight of backward, the one that gets it, the gradient).
+            For each gradient that goes to `.grad` (the weight of backward, the one that gets it, the gradient in the
+            latter's dtype).
         """
         _await(self)
         if not self.captured and self.versions != _versions(self.operands):
@@ -358,19 +359,19 @@ class Entry(NamedTuple):
         own = [local(self.weights[at]) for at in self.trained]
         new = [each.new_empty(each.shape, dtype=self.dtype) for each in own]
         self.launch(new, list(self.trained), False)
-        return [
-            (
-                self.weights[at],
-                now[at] if is_distributed(now[at]) else self.weights[at],
-                gradient.to(self.weights[at].dtype),
-            )
-            for at, gradient in zip(self.trained, new, strict=True)
-        ]
+        found = []
+        for at, gradient in zip(self.trained, new, strict=True):
+            to = now[at] if is_distributed(now[at]) else self.weights[at]
+            found.append((self.weights[at], to, gradient.to(to.dtype)))
+        return found
 
 
 def _add_to_grad(weight: Any, gradient: Tensor, *, is_whole: bool) -> None:
-    """Adds a gradient to `.grad`. `is_whole`: it belongs to the whole of a DTensor, instead of its local part."""
-    gradient = gradient.to(weight.dtype)
+    """Adds a gradient of the weight's dtype to `.grad`.
+
+    Args:
+        is_whole: it belongs to the whole of a DTensor, instead of its local part.
+    """
     if is_whole and is_distributed(weight):
         from torch_bridge import _distributed  # imports torch.distributed.tensor, which is slow
 

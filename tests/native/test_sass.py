@@ -15,7 +15,8 @@ SPILLING = {
     r"swapped_product_sm90<": 50,
     r"DactProduct<.*TileShape<192": 90,
     r"EvenUpProduct<fp16": 9,
-    r"MnRows<": 9,
+    r"MnRows<.*fp?16>": 2,
+    r"MnRows<.*,float>": 9,
 }
 """Kernels that keep words in memory, and how many loads and stores of them there may be. Those of gradients at the
 hidden rows are outside of the loops over elements, those of `MnRows` outside of the loops over blocks; where those of
