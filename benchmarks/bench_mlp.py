@@ -168,11 +168,12 @@ FAST = tuple(
     for recipe in (torch_bridge.FP8Delayed, torch_bridge.FP8Current)
 )
 """Forward sums in the tensor cores alone, as recipes of TransformerEngine have them by default."""
-ONE_FORM = tuple(
-    recipe.replace(name=f"{recipe.name}, one form", saved_weights="forward")
+FORMS = tuple(
+    recipe.replace(name=f"{recipe.name}, {how}", saved_weights=saved)
     for recipe in (torch_bridge.FP8Delayed, torch_bridge.FP8Current)
+    for how, saved in (("one form", "forward"), ("two forms", "quantized"))
 )
-"""Weights are quantised in the form of forward alone, which dgrad reads as well."""
+"""Weights are quantised in the form of forward alone, which dgrad reads as well, or in both."""
 
 
 def torch_grouped_mm(work: Work) -> dict[str, harness.Thunk]:
@@ -229,8 +230,8 @@ CANDIDATES: dict[str, Callable[[Work], dict[str, harness.Thunk]]] = {
     "ours, [G,N,K], save_all": ours(True, residuals="save_all"),
     "ours, [G,N,K], save_input": ours(True, residuals="save_input"),
     "ours, composed": ours(True, implementation="composed"),
-    **{f"ours, {recipe.name}": by_recipe(recipe) for recipe in (*RECIPES, *FAST, *ONE_FORM)},
-    **{f"ours, {recipe.name}, stored weights": by_recipe(recipe, quantised=True) for recipe in (*RECIPES, *ONE_FORM)},
+    **{f"ours, {recipe.name}": by_recipe(recipe) for recipe in (*RECIPES, *FAST, *FORMS)},
+    **{f"ours, {recipe.name}, stored weights": by_recipe(recipe, quantised=True) for recipe in (*RECIPES, *FORMS)},
     **{f"ours, {recipe.name}, listed": by_recipe(recipe, listed=True) for recipe in RECIPES},
     "torch grouped_mm": torch_grouped_mm,
     "SonicMoE": sonic_moe,

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from grouped_core import calls, linear_spec
-from grouped_core.calls import ArraySpec, OperandSpec
+from grouped_core.calls import ArraySpec, OperandSpec, QuantizedSpec
 from grouped_core.formats import Format, QTensor, wide
 from grouped_core.linear_spec import Linear
 from grouped_core.products import (
@@ -175,10 +175,12 @@ def formatted_operands(
     has_scale: bool = False,
 ) -> FormattedOperands:
     """Returns x and w in the formats that forward and the gradients in `needs` read, from one pass per operand."""
-    recipe = op.resolve(operand_spec(run, x), operand_spec(run, w))
+    x_spec, w_spec = operand_spec(run, x), operand_spec(run, w)
+    recipe = op.resolve(x_spec, w_spec)
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
-    keep_w = keep_w and not is_read_as_is(recipe, w)
-    x_forms, w_forms = row_forms(recipe, keep_x), weight_forms(op, recipe, keep_w)
+    keep_w = keep_w and not is_read_as_is(recipe, w_spec, w)
+    one = keep_w and saves_one_form(recipe, x_spec.shape[0], w_spec, w)
+    x_forms, w_forms = row_forms(recipe, keep_x), weight_forms(op, recipe, keep_w, one)
     again = recipe.requantize
     of_x = {"scale": extras.x, "amax": extras.x_amax, "measure": extras.measure}
     of_w = {"scale": extras.w, "amax": extras.w_amax, "measure": extras.measure}
@@ -198,11 +200,35 @@ def row_forms(recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
     return [(1, recipe.forward[0]), *([(0, recipe.wgrad[0])] if keep else [])]
 
 
-def weight_forms(op: Linear, recipe: Recipe, keep: bool) -> list[tuple[int, Format]]:
-    """Returns (contracted axis, format) of the weight for forward and, with `keep`, for dgrad, if that is another."""
+def weight_forms(op: Linear, recipe: Recipe, keep: bool, one: bool = False) -> list[tuple[int, Format]]:
+    """Returns (contracted axis, format) of the weight for forward and, with `keep`, for dgrad, if that is another.
+
+    Args:
+        one: whether dgrad reads the form of forward (`saves_one_form`).
+    """
     k_axis, n_axis = op.weight_axes()
-    two = keep and recipe.saved_weights != "forward"
+    two = keep and not one and recipe.saved_weights != "forward"
     return [(k_axis, recipe.forward[1]), *([(n_axis, recipe.dgrad[1])] if two else [])]
+
+
+CODES_ALIGNMENT = 16
+"""Bytes that rows of codes are multiples of where no GPU that multiplies codes widens them."""
+TWO_FORMS_FROM = 1024
+"""Rows per group from which two forms of 8-bit weights take less time than one (benchmarks/RESULTS.md, "One form of
+weights"): dgrad takes longer with the codes of forward, by its rows, and one form is made faster, by the weights."""
+
+
+def saves_one_form(recipe: Recipe, rows: int, weight: OperandSpec, w: Operand) -> bool:
+    """Whether forward quantises w in one form, whose codes dgrad contracts along their other axis, where the recipe
+    leaves that open: not for forms that a layer caches, and not for weights that are quantised already.
+
+    Args:
+        rows: M. weight: the spec of w.
+    """
+    if recipe.saved_weights != "auto" or not recipe.one_form or isinstance(w, (Cached, QTensor)):
+        return False
+    groups, *dims = weight.shape
+    return all(dim % CODES_ALIGNMENT == 0 for dim in dims) and rows < TWO_FORMS_FROM * groups
 
 
 def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tuple[bool, bool]:
@@ -368,7 +394,7 @@ def main_grads(
         # ways do one fp32 product and one rounding, so they give the same bits.
         fused = not scale_through_product
         n_axis = op.weight_axes()[1]
-        (columnwise,), w_amax = weight_for_dgrad(run, recipe, w, n_axis, extras)
+        (columnwise,), w_amax = weight_for_dgrad(run, recipe, w_spec, w, n_axis, extras)
         term = beside if isinstance(beside, Term) else None
         dtype, buffer = (wide(x_spec.dtype), grad_input) if fused else ("float32", None)
         product_grad = product(
@@ -445,9 +471,15 @@ def grad_in_formats(
     return Quantized([next(rest) if form is None else form for form in ready], made.amax)
 
 
-def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras: Extras) -> Quantized:
-    """Returns w in the form that dgrad reads, contracted along `axis`; measures its amax if forward did not."""
-    if isinstance(w, QTensor) and is_read_as_is(recipe, w):
+def weight_for_dgrad(
+    run: Runner, recipe: Recipe, weight: OperandSpec, w: Operand, axis: int, extras: Extras
+) -> Quantized:
+    """Returns w in the form that dgrad reads, contracted along `axis`; measures its amax if forward did not.
+
+    Args:
+        weight: the spec of the operation's weight. w: the weight as forward saved it.
+    """
+    if isinstance(w, QTensor) and is_read_as_is(recipe, weight, w):
         forms = [given_form(w, each, recipe.dgrad[1]) for each in (axis, 3 - axis)]
         return Quantized([next((form for form in forms if form is not None), w)], None)
     measure = extras.measure and measures_late(recipe, 1)
@@ -456,13 +488,17 @@ def weight_for_dgrad(run: Runner, recipe: Recipe, w: Operand, axis: int, extras:
     return in_formats(run, w, wanted, None, requantize=again, **delayed)
 
 
-def is_read_as_is(recipe: Recipe, w: Operand) -> bool:
-    """Whether dgrad reads w, a quantised weight, in a form that it already has. With `saved_weights="forward"` that is
-    either form, whether or not dy is quantised.
+def is_read_as_is(recipe: Recipe, weight: OperandSpec, w: Operand) -> bool:
+    """Whether dgrad reads w, a quantised weight, in a form that it already has. With `saved_weights="forward"`, and
+    with "auto" where forward made the forms that it saved, that is either form, whether or not dy is quantised.
+
+    Args:
+        weight: the spec of the operation's weight.
     """
     if not isinstance(w, QTensor):
         return False
-    if recipe.saved_weights == "forward":  # another format, which the recipe allows to requantise, is not read
+    chosen = recipe.saved_weights == "auto" and recipe.one_form and not isinstance(weight, QuantizedSpec)
+    if chosen or recipe.saved_weights == "forward":  # another format, which may be requantised, is not read
         return any(given_form(w, axis, recipe.dgrad[1]) is not None for axis in (1, 2))
     return reads_weights_as_given(recipe)
 

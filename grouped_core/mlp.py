@@ -553,7 +553,7 @@ def at_hidden(
         rebuilds = needs.wo and z is None
         quantized_z = rebuilt_rows(op, recipe, extras[1].x) if rebuilds and quantized is not None else None
         wanted = (plain, rebuilds and quantized_z is None, needs.probs)
-        (weight,), wo_amax = gradients.weight_for_dgrad(run, recipe, wo, second.weight_axes()[1], extras[1])
+        (weight,), wo_amax = gradients.weight_for_dgrad(run, recipe, specs.wo, wo, second.weight_axes()[1], extras[1])
         given_rows = (h, weight, group_sizes, probs, wo_bias, dy)
         how = {"quantized_dy": grads.forms[0], "quantized": quantized, "quantized_z": quantized_z, "beside": added}
         dh, rebuilt, dp, hidden = hidden_grads(run, op, *given_rows, wanted, **how)

@@ -22,7 +22,7 @@ FP32_MODES = ("tf32", "tf32x3", "ieee")
 """How products of float32 operands use tensor cores; each mode is more accurate than the one before it."""
 ACCUMULATE_MODES = ("promote", "fast")
 SAVED = ("quantized", "input")
-SAVED_WEIGHTS = ("quantized", "forward", "input")
+SAVED_WEIGHTS = ("auto", "quantized", "forward", "input")
 AMAX_ALGORITHMS = ("max", "most_recent")
 MOST_MARGIN = 100
 
@@ -59,7 +59,10 @@ class Recipe(Literal):
             their other axis, so that caches of layers and quantised Parameters hold one byte per weight instead of two;
             or the caller's array ("input"), which backward quantises to the same bits, so that nothing of the size of
             the weights is kept. "forward" needs 8-bit weights with one scale per group, whose two forms have the same
-            codes; on other GPUs than Hopper, and where rows of codes are no multiples of 16 bytes, dgrad widens them.
+            codes; where rows of codes are no multiples of 16 bytes, and on GPUs before sm_89, dgrad widens them. "auto"
+            is "forward" for such weights if a pass quantises them for itself and its groups have few rows on average,
+            so that making the second form takes longer than what it saves (`gradients.saves_one_form`); otherwise it is
+            "quantized". The bits are the same with all of them.
 
     Raises:
         TypeError: a value is not a pair of formats, an integer, or a bool. ValueError: an option has an invalid value,
@@ -78,7 +81,7 @@ class Recipe(Literal):
     history: int = 1024
     margin: int = 0
     amax_algorithm: str = "max"
-    saved_weights: str = "quantized"
+    saved_weights: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
@@ -151,6 +154,11 @@ class Recipe(Literal):
     def takes_arrays(self) -> bool:
         """Whether a pass takes arrays that `bind` gives to it: a state of delayed scaling, or a random key."""
         return self.delayed or self.stochastic
+
+    @property
+    def one_form(self) -> bool:
+        """Whether the forms of the weight for forward and for dgrad have the same codes."""
+        return self.forward[1] == self.dgrad[1] and self.forward[1].one_scale
 
     @property
     def of_gradients(self) -> Recipe:
@@ -241,14 +249,12 @@ def _check_formats(recipe: Recipe) -> None:
         refuse("wgrad", "one operand rotated", "both or none, otherwise the rotations do not cancel")
     if recipe.accumulate == "fast" and any(fmt.block or fmt.plain for fmt in recipe.forward):
         refuse("forward", "accumulate='fast'", "one scale per tensor and group with it")
-    if recipe.saved_weights == "forward":
-        weight = recipe.forward[1]
-        if weight != recipe.dgrad[1] or not weight.one_scale:
-            raise ValueError(
-                f"`saved_weights` of recipe {recipe.name}: 'forward' with {weight.name} and {recipe.dgrad[1].name}, "
-                "expected weights of one 8-bit format with one scale per group, whose two forms have the same codes; "
-                "use 'quantized' or 'input'."
-            )
+    if recipe.saved_weights == "forward" and not recipe.one_form:
+        raise ValueError(
+            f"`saved_weights` of recipe {recipe.name}: 'forward' with {recipe.forward[1].name} and "
+            f"{recipe.dgrad[1].name}, expected weights of one 8-bit format with one scale per group, whose two forms "
+            "have the same codes; use 'auto', 'quantized' or 'input'."
+        )
     if recipe.batch_invariant:
         for fmt in (*recipe.forward, *recipe.dgrad):
             if fmt.rule == "nvfp4" or (fmt.one_scale and not fmt.delayed):

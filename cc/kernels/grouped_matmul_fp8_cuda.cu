@@ -1,6 +1,6 @@
 // Products of 8-bit codes with scales of groups on the tensor cores of GPUs since sm_89, by the pipeline of
-// mma_tiles.cuh: m16n8k32, of rows and weights that both run along the contraction. Hopper has the instruction, but not
-// the circuits: it widens codes to 16 bits.
+// mma_tiles.cuh: m16n8k32, of rows that run along the contraction and weights that run along it or across. Hopper has
+// the instruction, but not the circuits: it widens codes to 16 bits.
 //
 //   tile       ring             accumulators   registers
 //   128 x 64   4 x (8 + 4) KiB  64 + 64        255
@@ -78,9 +78,11 @@ std::string refuses(const GroupedMatmul& call, const Target& target) {
     return "needs " + arch_name(kFirstChip) + " or later, the device is " + arch_name(target.sm);
   }
   if (!has_code(target.sm)) return "was not compiled for sm_89; build with GROUPED_CUDA_ARCHS=89";
-  if (call.contract_rows || call.rhs_axis != 2) return "multiplies rows by weights whose last axis is contracted";
-  if (call.rhs.dims[2] % Codes::Shape::kChunk != 0) {
-    return "reads rows of multiples of 16 bytes; rhs is " + describe(call.rhs);
+  if (call.contract_rows) return "multiplies rows by weights";
+  for (const TensorView* t : {&call.lhs, &call.rhs}) {
+    if (t->dims[t->rank - 1] % Codes::Shape::kChunk != 0) {
+      return "reads rows of multiples of 16 bytes, got " + describe(*t);
+    }
   }
   if (std::string reason = refuses_ends(call); !reason.empty()) return reason;
   return refuses_extents(call, Codes::Shape::kDepth);

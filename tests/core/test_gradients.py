@@ -11,11 +11,12 @@ import pytest
 
 from grouped_core import gradients
 from grouped_core.calls import RESULTS, ArraySpec, Call
+from grouped_core.formats import FORMATS, QTensor
 from grouped_core.gradients import Needs
 from grouped_core.linear_spec import Linear, Names
 from grouped_core.plans import Planner
-from grouped_core.quantizing import Extras
-from grouped_core.recipes import SAVED, SAVED_WEIGHTS, FP8Current, FP8Delayed
+from grouped_core.quantizing import NO_EXTRAS, Extras
+from grouped_core.recipes import SAVED, SAVED_WEIGHTS, FP8Block, FP8Current, FP8Delayed
 from grouped_core.reference import Oracle
 from tests import asserts, bounds, cases
 from tests.bounds import ALL_NEEDS
@@ -249,12 +250,44 @@ def test_weights_are_saved_as_a_product_reads_them_or_as_they_came(saved):
     run, needs, sizes = Planner(), Needs(bias=False, row_scale=False), ArraySpec((3,), "int32")
     found = gradients.linear_forward(run, op, x, w, sizes, needs=needs)
     assert (found.w is w) == (saved == "input")
+    one = saved in ("auto", "forward")
     assert sum(each is not None for each in run.calls[1].outputs) == (4 if saved == "quantized" else 2)
     run.calls = []
     gradients.linear_backward(run, op, (x, w, None, None), found.x, found.w, sizes, None, None, dy, needs)
     assert [call.name for call in run.calls].count("quantize") == (2 if saved == "input" else 1)
     dgrad = next(call for call in run.calls if call.name == "grouped_matmul" and not dict(call.params)["contract_rows"])
-    assert dict(dgrad.params)["rhs_axis"] == (1 if saved == "forward" else 2)
+    assert dict(dgrad.params)["rhs_axis"] == (1 if one else 2)
+
+
+FEW = gradients.TWO_FORMS_FROM - 1
+"""Rows per group, the most with which one form of weights pays."""
+
+
+@pytest.mark.rule("MAT-2")
+@pytest.mark.parametrize(
+    ("recipe", "rows", "weight", "one"),
+    [
+        (FP8Current, 3 * FEW, (3, 16, 32), True),
+        (FP8Delayed, 3 * FEW, (3, 32, 16), True),
+        (FP8Current, 3 * FEW + 3, (3, 16, 32), False),
+        (FP8Current, 7, (3, 16, 24), False),
+        (FP8Current, 7, (3, 24, 16), False),
+        (FP8Block, 7, (3, 16, 32), False),
+        (FP8Current.replace(dgrad=(FP8Current.dgrad[0], FORMATS["fp8_tensor_e5m2"])), 7, (3, 16, 32), False),
+        (FP8Current.replace(saved_weights="quantized"), 7, (3, 16, 32), False),
+        (FP8Current.replace(saved_weights="forward"), 3 * FEW + 3, (3, 16, 24), True),
+    ],
+)
+def test_weights_have_one_form_where_it_takes_less_time(recipe, rows, weight, one):
+    """Not if a layer keeps it for further passes, nor if a second one has other codes."""
+    op, run, sizes = Linear(NAMES, recipe=recipe), Planner(), ArraySpec((3,), "int32")
+    x, w, scales = ArraySpec((rows, weight[1]), "bfloat16"), ArraySpec(weight, "bfloat16"), ArraySpec((3,), "float32")
+    extras = Extras(x=scales, w=scales) if recipe.delayed else NO_EXTRAS
+    found = gradients.linear_forward(run, op, x, w, sizes, extras=extras, needs=EVERYTHING)
+    assert isinstance(found.w, QTensor)
+    assert (found.w.axis, found.w.other) == (1 if one else 2, None)
+    forms = [axis for axis, _ in gradients.cached_forms(op, EVERYTHING, False)]
+    assert forms == ([1] if recipe.saved_weights == "forward" else [1, 2])
 
 
 @pytest.mark.parametrize("saved", SAVED)

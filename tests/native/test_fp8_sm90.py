@@ -24,6 +24,7 @@ from tests.native.runner import Native
 
 ARCH = "sm_90a"
 FAST, PROMOTED, ACROSS, WGRAD = (f"grouped_matmul_fp8_{part}sm90" for part in ("fast_", "", "mn_", "wgrad_"))
+PORTABLE = "grouped_matmul_fp8_cuda"  # takes codes along lines and across them
 TENSOR, TENSOR_E5M2 = FORMATS["fp8_tensor"], FORMATS["fp8_tensor_e5m2"]
 BLOCK, BLOCK_E5M2, SQUARE = FORMATS["fp8_1x128"], FORMATS["fp8_1x128_e5m2"], FORMATS["fp8_128x128"]
 PAIRS = ((TENSOR, TENSOR), (TENSOR_E5M2, TENSOR), (TENSOR, TENSOR_E5M2), (BLOCK, SQUARE), (BLOCK_E5M2, SQUARE))
@@ -206,9 +207,9 @@ def run(
 
 def forward(kernel: str, case: cases.Case, pair: tuple[Format, Format], result: str, **options: Any) -> NDArray[Any]:
     recipe = RECIPES["block" if pair[0].block else "fast" if kernel == FAST else "promoted"]
-    positive = options.pop("positive", False)
+    positive, turned = options.pop("positive", False), options.pop("turned", kernel == ACROSS)
     lhs, rhs = rows_operand(case, case.k, pair[0], "x", positive), weight_operand(case, pair[1], positive)
-    return run(kernel, case, lhs, across(rhs) if kernel == ACROSS else rhs, recipe, result, **options)
+    return run(kernel, case, lhs, across(rhs) if turned else rhs, recipe, result, **options)
 
 
 def wgrad(case: cases.Case, pair: tuple[Format, Format], result: str, **options: Any) -> NDArray[Any]:
@@ -372,6 +373,7 @@ def test_tiles_of_even_height_change_no_bit(pair, result):
 @pytest.mark.gpu
 @pytest.mark.rule("MAT-2")
 @pytest.mark.matrix(
+    kernels=((ACROSS, PROMOTED), (PORTABLE, PORTABLE)),
     pair=PAIRS[:3],
     case=(*CASES, MANY, SHORT, cases.Case("even", cases.HEIGHTS, cases.EVEN_ROWS, 304, 208, frozenset())),
     result=cases.DTYPES,
@@ -382,13 +384,16 @@ def test_tiles_of_even_height_change_no_bit(pair, result):
         (not scale_bias or (bias and row_scale)) and (result != "float16" or bias != "bfloat16")
     ),
 )
-def test_products_across_lines(pair, case, result, bias, row_scale, scale_bias):
+def test_products_across_lines(kernels, pair, case, result, bias, row_scale, scale_bias):
     case = _whole_lines(case)
     given = {} if bias is None else {"bias": cases.normal((case.groups, case.n), bias, "bias")}
     if row_scale:
         given["row_scale"] = cases.normal((case.rows,), "float32", "row_scale")
         given["row_scale"][case.valid :] = np.nan
-    found, wanted = (forward(each, case, pair, result, scale_bias=scale_bias, **given) for each in (ACROSS, PROMOTED))
+    found, wanted = (
+        forward(kernel, case, pair, result, scale_bias=scale_bias, turned=turned, **given)
+        for kernel, turned in zip(kernels, (True, False), strict=True)
+    )
     asserts.bitwise(found, wanted, "result")
     asserts.zero(found[case.valid :], "tail")
 
@@ -398,10 +403,14 @@ def test_products_across_lines(pair, case, result, bias, row_scale, scale_bias):
 @pytest.mark.parametrize("case", SIZES, ids=str)
 @pytest.mark.parametrize("result", ["bfloat16", "float32"])
 @pytest.mark.parametrize("into", [False, True])
-def test_products_across_lines_of_any_sizes(case, result, into):
+@pytest.mark.parametrize("kernels", [(ACROSS, PROMOTED), (PORTABLE, PORTABLE)], ids=["hopper", "portable"])
+def test_products_across_lines_of_any_sizes(case, result, into, kernels):
     case = _whole_lines(_whole_rows(case))
     given = {"into": cases.normal((case.rows, case.n), result, "into")} if into else {}
-    found, wanted = (forward(each, case, PAIRS[1], result, **given) for each in (ACROSS, PROMOTED))
+    found, wanted = (
+        forward(kernel, case, PAIRS[1], result, turned=turned, **given)
+        for kernel, turned in zip(kernels, (True, False), strict=True)
+    )
     asserts.bitwise(found, wanted, "result")
 
 

@@ -144,15 +144,15 @@ def test_calls_of_float32_that_hopper_leaves():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
 @pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")])
 def test_codes_without_hopper(arch, dtypes):
-    """From sm_89 on operands of 8 bits are multiplied as they are if the last axis, of 16 n bytes, is contracted."""
+    """From sm_89 on operands of 8 bits whose lines are multiples of 16 bytes are multiplied as they are."""
     compiled(arch)
     built = any(89 <= int(name.rstrip("a")) <= int(arch[3:]) for name in _native.cuda_archs)
-    for k, axis in ((48, 2), (40, 2), (48, 1)):
-        shape = (3, 24, k) if axis == 2 else (3, k, 24)
+    for k, n, axis, whole in ((48, 24, 2, 1), (40, 24, 2, 0), (48, 32, 1, 1), (48, 24, 1, 0), (40, 32, 1, 0)):
+        shape = (3, n, k) if axis == 2 else (3, k, n)
         x, w, sizes = ArraySpec((64, k), dtypes[0]), ArraySpec(shape, dtypes[1]), ArraySpec((3,), "int32")
         call = calls.grouped_matmul(x, w, (1, axis), sizes, "bfloat16", recipe=plain(dtypes[0]))
         plan = plans.attempt(call, arch)
-        wanted = "fp8_cuda" if built and (k, axis) == (48, 2) else "widened_cuda"
+        wanted = "fp8_cuda" if built and whole else "widened_cuda"
         assert plan.kernel == f"grouped_matmul_{wanted}", plan.refusals
 
 

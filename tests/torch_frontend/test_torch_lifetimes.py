@@ -143,8 +143,11 @@ def test_the_last_weight_gradient_is_alone_with_its_operands(form: str, recipe: 
 
 @quantised
 def test_what_the_product_reads_is_freed_before_codes_are_made(recipe: Any) -> None:
-    """Of a fused call with quantised results: codes of dy and of wo in backward, those of x and of wi in forward."""
-    leaves, run = _mlp(recipe)
+    """Of a fused call with quantised results: codes of dy and of wo in backward, those of x and of wi in forward.
+
+    Weights have two forms here; one that forward and dgrad share is kept.
+    """
+    leaves, run = _mlp(recipe.replace(saved_weights="quantized"))
     with _launches() as launches:
         y = run(*leaves)
         torch.autograd.grad(y, leaves, torch.ones_like(y))

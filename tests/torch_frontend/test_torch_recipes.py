@@ -430,7 +430,7 @@ def test_weights_saved_as_they_came_have_the_same_bits_beside_a_cache(form: str,
 def test_one_form_of_weights_serves_both_products(form: str, listed: bool, recipe: Recipe, held: bool) -> None:
     """With `saved_weights="forward"` caches and quantised Parameters have a byte per weight, and bits do not change."""
     found, codes = [], []
-    for saved in ("quantized", "forward"):
+    for saved in ("quantized", "forward", "auto"):
         one = setup(form, listed, recipe=recipe.replace(saved_weights=saved), quantized=held, **BF16)
         found.append(
             [each for at, first in enumerate((True, False)) for each in seeded(one, at, is_first_microbatch=first)]
@@ -439,7 +439,9 @@ def test_one_form_of_weights_serves_both_products(form: str, listed: bool, recip
         of_layers += [q for linear in one.linears or [one.module] for q in linear.cache._forms.values()]
         codes.append(sum(form.values.numel() for q in of_layers for form in forms_of(q)))
     same(found[1], found[0])
+    same(found[2], found[0])
     assert 0 < codes[1] == codes[0] // 2
+    assert codes[2] == codes[0], "what is kept for further passes has both forms"
 
 
 @pytest.mark.rule("MAT-2", "ERR-1")

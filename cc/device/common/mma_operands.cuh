@@ -37,13 +37,14 @@ struct MmaShape {
 };
 
 // Shared layouts, in 16-byte chunks, swizzled so that what a warp reads at once is on 32 different banks: the 8 rows
-// of an ldmatrix matrix, or 8 elements of 4 bytes in each of 4 rows.
+// of an ldmatrix matrix, of 8-bit codes two out of each four neighbours, or 8 elements of 4 bytes in each of 4 rows.
 //   k-major:  kExtent rows of 4 chunks along k;  otherwise: kDepth rows (k) of kExtent / kChunk chunks along the
 //   result's axis
 template <class Shape, bool kKMajor, int kExtent>
 __device__ uint32_t chunk_offset(int row, int chunk) {
   if constexpr (kKMajor) return row * kStageDepth + ((chunk ^ ((row >> 1) & 3)) * 16);
-  const int swizzle = Shape::kBytes == 4 ? row % 4 * 2 : row % 8;
+  static_assert(kKMajor || Shape::kBytes > 1 || kExtent == 64, "two rows of codes are on all banks");
+  const int swizzle = Shape::kBytes == 4 ? row % 4 * 2 : Shape::kBytes == 2 ? row % 8 : row / 4 % 4;
   return row * (kExtent * Shape::kBytes) + ((chunk ^ swizzle) * 16);
 }
 
@@ -134,7 +135,8 @@ class Copier {
   static constexpr int kChunks = kExtent * Shape::kDepth / kChunk / kMmaThreads;
   static constexpr int kChunksARow = (kKMajor ? Shape::kDepth : kExtent) / kChunk;
   static constexpr int kRowStep = kMmaThreads / kChunksARow;
-  static_assert(kRowStep % 8 == 0 || (!kKMajor && Shape::kBytes == 4 && kRowStep % 4 == 0), "the swizzle repeats");
+  static constexpr int kSwizzled = kKMajor || Shape::kBytes == 2 ? 8 : Shape::kBytes == 4 ? 4 : 16;  // rows
+  static_assert(kRowStep % kSwizzled == 0, "the swizzle repeats");
 
   const char* at_;
   uint32_t offset_;
@@ -142,6 +144,10 @@ class Copier {
   int outer_left_;  // elements from this thread's first chunk to the operand's end, along the result's axis
   bool vectors_;
 };
+
+// Whether codes are contracted across their lines. Two blocks of 8 columns are the even and the odd ones of 16 then.
+template <class Shape, bool kKMajor>
+constexpr bool kTurned = !kKMajor && Shape::kBytes == 1;
 
 // Fragments of half a stage for a warp's sums: in mma's order for a, two blocks of 8 columns each for b.
 template <class Shape>
@@ -155,6 +161,9 @@ struct Fragments {
 
 // Where a lane reads the fragments of one operand: 16 of its rows or columns and half a stage at a time, as the words
 // (low, k), (low + 8, k), (low, k + half), (low + 8, k + half) of mma's `a`, or with the middle two exchanged, for `b`.
+// Codes that are contracted across their lines come as pairs of neighbours in a line, from transposed matrices of
+// 16-bit values: lane l gets pair l/4 of lines 4 (l%4) and the next of one matrix, and of the two lines behind them of
+// another, and one permutation of bytes of both words makes four lines of one column.
 template <class Shape, bool kKMajor, int kExtent, bool kLhs>
 class OperandReader {
  public:
@@ -166,8 +175,14 @@ class OperandReader {
     } else {
       const int matrix = lane / 8, line = lane % 8;
       const int outer = kLhs ? matrix % 2 : matrix / 2, inner = kLhs ? matrix / 2 : matrix % 2;
-      at_ = kKMajor ? chunk_offset<Shape, true, kExtent>(first + outer * 8 + line, inner)
-                    : chunk_offset<Shape, false, kExtent>(inner * 8 + line, first / Shape::kChunk + outer);
+      if constexpr (kTurned<Shape, kKMajor>) {
+        const int first_line = matrix / 2 * 16 + matrix % 2 * 2;
+        at_ = chunk_offset<Shape, false, kExtent>(first_line + line / 2 * 4 + line % 2, first / Shape::kChunk);
+      } else if constexpr (kKMajor) {
+        at_ = chunk_offset<Shape, true, kExtent>(first + outer * 8 + line, inner);
+      } else {
+        at_ = chunk_offset<Shape, false, kExtent>(inner * 8 + line, first / Shape::kChunk + outer);
+      }
     }
   }
 
@@ -185,12 +200,20 @@ class OperandReader {
       load_matrices<false>((at ^ (half * (kStageDepth / 2))) + slab * kMmaSlab * kStageDepth, to);
     } else {
       load_matrices<true>((at ^ (slab * kMmaSlab * Shape::kBytes)) + half * (Shape::kDepth / 2) * kLine, to);
+      if constexpr (kTurned<Shape, kKMajor>) {
+        const uint32_t low = to[1], high = to[2];
+        to[1] = __byte_perm(high, to[3], kEvenBytes);
+        to[2] = __byte_perm(to[0], low, kOddBytes);
+        to[0] = __byte_perm(to[0], low, kEvenBytes);
+        to[3] = __byte_perm(high, to[3], kOddBytes);
+      }
     }
   }
 
  private:
   static constexpr bool kByWords = !kKMajor && Shape::kBytes == 4;  // which ldmatrix cannot transpose
-  static_assert(kKMajor || Shape::kBytes > 1, "codes of 8 bits are contracted along lines");
+  static_assert(!kTurned<Shape, kKMajor> || !kLhs, "rows of 8-bit codes are contracted along lines");
+  static constexpr uint32_t kEvenBytes = 0x6420, kOddBytes = 0x7531;
 
   uint32_t at_;
 };

@@ -157,9 +157,9 @@ __device__ __forceinline__ void contract(const Problem& p, Copies<typename Op::S
   wait_copies<0>();
 }
 
-// Sums of lane l: rows l/4 and l/4 + 8 of each slab, columns 2 (l%4) and the next of each 8. They pass through shared
-// memory slab by slab, so that neighbouring lanes store neighbours.
-template <class Shape>
+// Sums of lane l: rows l/4 and l/4 + 8 of each slab, columns 2 (l%4) and the next of each 8; with kTurned, of the even
+// and the odd ones of 16. They pass through shared memory slab by slab, so that neighbouring lanes store neighbours.
+template <class Shape, bool kInterleaved>
 __device__ void drain_sums(const Finish& f, const Sums<Shape>& sums, float* staged, int warp_row, int warp_col) {
   constexpr int kCols = Shape::kWarpCols;
   int lane;  // read again for every tile: what follows from it must not occupy registers in the loop
@@ -172,10 +172,18 @@ __device__ void drain_sums(const Finish& f, const Sums<Shape>& sums, float* stag
       if (i != slab) continue;  // sums are registers: no index at run time
 #pragma unroll
       for (int j = 0; j < kCols / 8; ++j) {
-        float* at = staged + staged_at(lane / 4, j * 8 + lane % 4 * 2, kCols);
         const float (&s)[4] = sums[i][j];
-        *reinterpret_cast<float2*>(at) = make_float2(s[0], s[1]);
-        *reinterpret_cast<float2*>(at + 8 * kCols) = make_float2(s[2], s[3]);
+        if constexpr (kInterleaved) {
+          if (j % 2 != 0) continue;
+          float* at = staged + staged_at(lane / 4, j * 8 + lane % 4 * 4, kCols);
+          const float (&odd)[4] = sums[i][j | 1];
+          *reinterpret_cast<float4*>(at) = make_float4(s[0], odd[0], s[1], odd[1]);
+          *reinterpret_cast<float4*>(at + 8 * kCols) = make_float4(s[2], odd[2], s[3], odd[3]);
+        } else {
+          float* at = staged + staged_at(lane / 4, j * 8 + lane % 4 * 2, kCols);
+          *reinterpret_cast<float2*>(at) = make_float2(s[0], s[1]);
+          *reinterpret_cast<float2*>(at + 8 * kCols) = make_float2(s[2], s[3]);
+        }
       }
     }
     __syncwarp();
@@ -214,7 +222,7 @@ __global__ void __launch_bounds__(kMmaThreads, kMmaBlocks) multiply_mma(const __
     int64_t drawn = 0;
     if (threadIdx.x == 0) drawn = atomicAdd(reinterpret_cast<unsigned long long*>(p.scan.drawn), 1ull);
     if (has_sums) {
-      drain_sums<Shape>(finish_at(p, summed), sums, staged, warp / kMmaWarpsARow * kMmaRows,
+      drain_sums<Shape, kTurned<Shape, kRhsKMajor>>(finish_at(p, summed), sums, staged, warp / kMmaWarpsARow * kMmaRows,
                         warp % kMmaWarpsARow * Shape::kWarpCols);
     }
     if (found == Found::end) return;
@@ -258,8 +266,8 @@ void launch_mma(const GroupedMatmul& call, const Context& context) {
   if (tiles == 0) return;
   if constexpr (Shape::kBytes > 1) {
     if (p.contract_rows) return launch_tiles<ContractionOps, false, false>(p, tiles, stream);
-    if (!p.rhs_k_major) return launch_tiles<Ops, true, false>(p, tiles, stream);
   }
+  if (!p.rhs_k_major) return launch_tiles<Ops, true, false>(p, tiles, stream);
   launch_tiles<Ops, true, true>(p, tiles, stream);
 }
 
