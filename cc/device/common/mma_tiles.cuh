@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kMmaThreads, kMmaBlocks) multiply_mma(const __
     if (threadIdx.x == 0) drawn = atomicAdd(reinterpret_cast<unsigned long long*>(p.scan.drawn), 1ull);
     if (has_sums) {
       drain_sums<Shape, kTurned<Shape, kRhsKMajor>>(finish_at(p, summed), sums, staged, warp / kMmaWarpsARow * kMmaRows,
-                        warp % kMmaWarpsARow * Shape::kWarpCols);
+                                                    warp % kMmaWarpsARow * Shape::kWarpCols);
     }
     if (found == Found::end) return;
     if (found == Found::tile && at.depth == 0) write_zeros<Shape::kCols>(finish_at(p, at), kMmaThreads);
