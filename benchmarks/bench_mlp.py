@@ -328,6 +328,12 @@ def bench(
     return rows
 
 
+def with_rows(case: cases.Case, rows: int) -> cases.Case:
+    """The case with so many rows."""
+    sizes = cases.jagged(case.groups, rows)
+    return dataclasses.replace(case, name=f"{case.name}, {rows} rows", sizes=sizes, rows=rows)
+
+
 def beside_packed(rows: list[harness.Row]) -> list[str]:
     """Ratio of the times with listed and packed weights, for each recipe that has both."""
     times = {(row.candidate, row.product): row.timing.median_us for row in rows if row.timing is not None}
@@ -395,6 +401,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--cases", nargs="+", help="names of problems in tests/cases.py, and parts; default: all")
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows for each case, in groups drawn anew")
     parser.add_argument("--dtype", choices=list(TORCH_DTYPES), default="bfloat16")
     parser.add_argument("--candidates", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
     parser.add_argument(
@@ -416,9 +423,10 @@ def main() -> None:
     names = list(dict.fromkeys(["dense", *(LISTS if options.lists else options.candidates)]))
     rows = []
     tags = ("cpu_bench",) if options.device == "cpu" else ("bench", "few_rows")
-    for case in [*(case for tag in tags for case in cases.select(tag)), PARTS]:
-        if options.cases and case.name not in options.cases:
-            continue
+    wanted = [case for tag in tags for case in cases.select(tag) if not options.cases or case.name in options.cases]
+    if options.rows:
+        wanted = [with_rows(case, rows) for case in wanted for rows in options.rows]
+    for case in [*wanted, *([PARTS] if not options.cases or PARTS.name in options.cases else [])]:
         if case is not PARTS:
             block = bench(case, options.dtype, options.device, names, options.budget, options.profile, options.steady)
         elif options.device == "cuda":

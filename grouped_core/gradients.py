@@ -213,7 +213,7 @@ def weight_forms(op: Linear, recipe: Recipe, keep: bool, one: bool = False) -> l
 
 CODES_ALIGNMENT = 16
 """Bytes that rows of codes are multiples of where no GPU that multiplies codes widens them."""
-TWO_FORMS_FROM = 1024
+TWO_FORMS_FROM = 2048
 """Rows per group from which two forms of 8-bit weights take less time than one (benchmarks/RESULTS.md, "One form of
 weights"): dgrad takes longer with the codes of forward, by its rows, and one form is made faster, by the weights."""
 
