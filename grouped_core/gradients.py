@@ -179,7 +179,7 @@ def formatted_operands(
     recipe = op.resolve(x_spec, w_spec)
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
     keep_w = keep_w and not is_read_as_is(recipe, w_spec, w)
-    one = keep_w and saves_one_form(recipe, x_spec.shape[0], w_spec, w)
+    one = keep_w and saves_one_form(op, recipe, w_spec, w)
     x_forms, w_forms = row_forms(recipe, keep_x), weight_forms(op, recipe, keep_w, one)
     again = recipe.requantize
     of_x = {"scale": extras.x, "amax": extras.x_amax, "measure": extras.measure}
@@ -213,22 +213,18 @@ def weight_forms(op: Linear, recipe: Recipe, keep: bool, one: bool = False) -> l
 
 CODES_ALIGNMENT = 16
 """Bytes that rows of codes are multiples of where no GPU that multiplies codes widens them."""
-TWO_FORMS_FROM = 2048
-"""Rows per group from which two forms of 8-bit weights take less time than one (benchmarks/RESULTS.md, "One form of
-weights"): dgrad takes longer with the codes of forward, by its rows, and one form is made faster, by the weights."""
 
 
-def saves_one_form(recipe: Recipe, rows: int, weight: OperandSpec, w: Operand) -> bool:
+def saves_one_form(op: Linear, recipe: Recipe, weight: OperandSpec, w: Operand) -> bool:
     """Whether forward quantises w in one form, whose codes dgrad contracts along their other axis, where the recipe
     leaves that open: not for forms that a layer caches, and not for weights that are quantised already.
 
     Args:
-        rows: M. weight: the spec of w.
+        weight: the spec of w.
     """
-    if recipe.saved_weights != "auto" or not recipe.one_form or isinstance(w, (Cached, QTensor)):
+    if recipe.saved_weights != "auto" or not (op.few_rows and recipe.one_form) or isinstance(w, (Cached, QTensor)):
         return False
-    groups, *dims = weight.shape
-    return all(dim % CODES_ALIGNMENT == 0 for dim in dims) and rows < TWO_FORMS_FROM * groups
+    return all(dim % CODES_ALIGNMENT == 0 for dim in weight.shape[1:])
 
 
 def keeps_forms(op: Linear, recipe: Recipe, needs: Needs, has_scale: bool) -> tuple[bool, bool]:

@@ -50,6 +50,8 @@ class Linear:
         result_dtype: dtype of y; None: that of x.
         wgrad_dtype: dtype of a new weight gradient; None: that of the weight.
         rows_hint: usual number of rows per group, for tile choice only; 0 is unknown.
+        few_rows: M has few rows per group (`has_few_rows`). The frontend says so, because forward and backward must
+            agree, and a program of it may serve every M.
         implementation: pinned kernels, separated by commas; "" lets dispatch choose.
         paired: the weight is two arrays, halves of its N columns.
         fp32: the least accurate mode of float32 operands that the call accepts; None: the recipe decides.
@@ -65,6 +67,7 @@ class Linear:
     implementation: str = ""
     paired: bool = False
     fp32: str | None = None
+    few_rows: bool = False
 
     def resolve(self, x: OperandSpec, w: OperandSpec) -> Recipe:
         """The recipe for these operands; without one, the operands are used as given, quantised or not.
@@ -84,6 +87,16 @@ class Linear:
     def weight_axes(self) -> tuple[int, int]:
         """Axes of the weight that hold K and N."""
         return (2, 1) if self.transposed else (1, 2)
+
+
+FEW_ROWS = 2048
+"""Rows per group below which one form of 8-bit weights takes less time than two (benchmarks/RESULTS.md, "One form of
+weights"): dgrad takes longer with the codes of forward, by its rows, and one form is made faster, by the weights."""
+
+
+def has_few_rows(rows: int, groups: int) -> bool:
+    """Whether M rows are few for G groups."""
+    return rows < FEW_ROWS * groups
 
 
 def two_arrays(name: str, recipe: Recipe | None) -> NotImplementedError:

@@ -123,6 +123,7 @@ class Mlp:
         wgrad_dtype: dtype of new weight gradients; None: that of the weights.
         master_dtypes: dtypes of the master weights of wi and wo, and so of their new gradients; None without a master.
         rows_hint: usual number of rows per group, for tile choice only; 0 is unknown.
+        few_rows: as in `Linear`.
         implementation: pinned kernels, separated by commas; "" lets dispatch choose. A name affects only its own call.
         clear_residuals: tail rows of saved arrays are zero instead of undefined.
         paired: the first weight is two arrays, gate and linear half.
@@ -143,6 +144,7 @@ class Mlp:
     paired: bool = False
     keeps_rows: bool = True
     max_rows: int | None = None
+    few_rows: bool = False
 
     def parts(self) -> tuple[int, ...]:
         """The arrays of the first weight: 1 and 2 for the two halves of its columns, 0 for one array of all columns."""
@@ -168,6 +170,7 @@ class Mlp:
             rows_hint=self.rows_hint,
             implementation=self.implementation,
             paired=paired,
+            few_rows=self.few_rows,
         )
 
 

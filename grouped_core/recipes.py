@@ -61,7 +61,7 @@ class Recipe(Literal):
             the weights is kept. "forward" needs 8-bit weights with one scale per group, whose two forms have the same
             codes; where rows of codes are no multiples of 16 bytes, and on GPUs before sm_89, dgrad widens them. "auto"
             is "forward" for such weights if a pass quantises them for itself and its groups have few rows on average,
-            so that making the second form takes longer than what it saves (`gradients.saves_one_form`); otherwise it is
+            so that making the second form takes longer than what it saves (`linear_spec.FEW_ROWS`); otherwise it is
             "quantized". The bits are the same with all of them.
 
     Raises:

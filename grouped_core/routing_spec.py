@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -399,6 +400,23 @@ def check_unpermute(y: ArraySpec, rows: int, inverse: ArraySpec, weights: ArrayS
     if y.shape[0] != rows:
         raise ValueError(f"`y` of unpermute: {y.shape[0]} rows, expected {rows}; give all rows of `permute`.")
     _shape(name, "weights", weights, tuple(inverse.shape), "as the experts of `permute`")
+
+
+def check_router(function: str, router: Sequence[int], columns: int, *, transposed: bool = False) -> None:
+    """Refuses a router [H, E] ([E, H] if transposed) for tokens of another width than H.
+
+    Args:
+        router: its shape. columns: of the tokens.
+
+    Raises:
+        ValueError: the widths differ.
+    """
+    if router[transposed] != columns:
+        layout, each = ("[E, H]", "row") if transposed else ("[H, E]", "column")
+        raise ValueError(
+            f"`router` of {function}: shape {tuple(router)}, expected {layout} with H = {columns} = columns of `x`; "
+            f"pass one {each} per expert."
+        )
 
 
 def check_experts_held(function: str, name: str, routed: int, held: int) -> None:

@@ -171,7 +171,8 @@ def prepare(
         if accum is not None:
             spec: Any = operand_spec(run, weight)
             accumulate.check(linear, accum, ArraySpec(tuple(spec.shape), spec.dtype))
-    return op, o
+    rows = specs_of(op, o, run).x.shape[0]
+    return replace(op, few_rows=linear_spec.has_few_rows(rows, groups)), o
 
 
 def _joined(op: Mlp, halves: tuple[Any, ...]) -> Any:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from grouped_core import linear_spec, routing_spec
 from grouped_core import lora as adapters
-from grouped_core import routing_spec
 from grouped_core.activations import Activation
 from grouped_core.calls import spec_of
 from grouped_core.mlp_spec import Residuals
@@ -76,7 +76,7 @@ def moe(
     """A mixture-of-experts layer: each token goes to k experts; their results are summed with the router's weights.
 
     Args:
-        x: [T, H]. router: [H, E], used in fp32. k: experts per token.
+        x: [T, H]. router: [H, E], used in fp32, with at most 1024 experts. k: experts per token, at most 32.
         wi, wo, rhs_transposed, activation, wi_bias, wo_bias, recipe, residuals, wgrad_accum, wgrad_dtype,
             implementation: arguments of the experts' MLP, as in `grouped_mlp`.
         shared: an expert that every token goes to, also a token without another expert; its result is added. The masks
@@ -91,9 +91,11 @@ def moe(
     Raises:
         ValueError, TypeError: a shape, dtype or option does not fit.
     """
+    linear_spec.check_keywords("moe", routing, moe, route.topk_router)
     x, router = as_array("x", x, "[T, H]"), as_array("router", router, "[H, E]")
     check_rank("moe", "x", "x", x.shape, of="moe")
     check_rank("moe", "router", "router", router.shape, of="moe")
+    routing_spec.check_router("moe", router.shape, x.shape[1])
     routing_spec.check_floats("moe", "router", spec_of(router))
     routing_spec.check_shared("moe", shared, SharedExpert)
     of_shared_lora = None if shared is None else shared.lora

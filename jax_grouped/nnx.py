@@ -380,7 +380,7 @@ class MoE(_Experts):
     `shared.wo`, of one group, and with `shared_gate` also `shared.gate` [H, 1].
 
     Args:
-        hidden: H. mlp_dim: F. num_experts: E. num_experts_per_tok: k.
+        hidden: H. mlp_dim: F. num_experts: E, at most 1024. num_experts_per_tok: k, at most 32.
         score, after_topk, normalize, scale, num_groups, topk_groups, group_topk, jitter, sinkhorn, capacity_factor,
             drop, aux_coeff, z_coeff, axis_name: options of the router, see `jax_grouped.route.topk_router`.
         selection_bias: whether there is a `selection_bias` [E], which `update_bias` moves.

@@ -9,7 +9,7 @@ Letters: G groups, M rows, K in, N out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -280,7 +280,8 @@ def _prepare(
     scaling.check_bound(bound, w.shape[0])
     if operands.accum is not None:
         accumulate.check(op, operands.accum, ArraySpec(tuple(w.shape), specs[1].dtype))
-    return op, operands
+    few_rows = linear_spec.has_few_rows(specs[0].shape[0], specs[1].shape[0])
+    return replace(op, few_rows=few_rows), operands
 
 
 _OF_LORA = ("lora", "lora_scaling", "lora_dropout", "lora_key", "lora_wgrad_accum")

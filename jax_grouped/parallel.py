@@ -26,7 +26,7 @@ from grouped_core.formats import as_flag
 from grouped_core.mlp_spec import Residuals
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
-from grouped_core.routing_spec import check_floats, check_shared, integers
+from grouped_core.routing_spec import check_floats, check_router, check_shared, integers
 from jax_grouped import _mesh, _parallel_moe, _ragged, route
 from jax_grouped._arguments import as_array, as_bound, axis_names, to_int32
 from jax_grouped._exchange import TRANSPORTS, Way, back, there, transport_option
@@ -113,9 +113,11 @@ def moe(
         ValueError, TypeError: a shape, dtype or option does not fit.
     """
     function = _parallel_moe.FUNCTION
+    linear_spec.check_keywords(function, routing, moe, route.topk_router)
     x, router = as_array("x", x, "[T, H]"), as_array("router", router, "[H, E]")
     check_rank("moe", "x", "x", x.shape, of=function)
     check_rank("moe", "router", "router", router.shape, of=function)
+    check_router(function, router.shape, x.shape[1])
     (k,), name = integers(function, k=k), transport_option(function, transport)
     budget_factor = exchange.check_budget_factor(function, budget_factor)
     if not isinstance(axes, MeshAxes):

@@ -111,7 +111,7 @@ def topk_router(
 
     Args:
         logits: [T, E], float32, bfloat16 or float16; all arithmetic is fp32.
-        k: experts per token.
+        k: experts per token, at most 32 and at most E, which is at most 1024.
         score: "softmax", "sigmoid" or "sqrt_softplus" of the logits.
         bias: [E], added only to choose the experts, never to the weights (see `update_bias`); without gradient.
         after_topk: weights are the softmax of the k chosen logits, instead of scores over all E.

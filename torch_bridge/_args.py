@@ -193,10 +193,16 @@ def _check_linear(
         check_members(("linear", "bias"), NAMES.bias, bias, first)
     if row_scale is not None:
         check_readable(NAMES.row_scale, row_scale, first)
-    op = Linear(
-        NAMES, transposed=transposed, recipe=recipe, scale_bias=scale_bias, rows_hint=rows_hint, implementation=names
-    )
     specs = (packed_spec(rows, rows=True), packed_spec(weight), packed_spec(bias), packed_spec(row_scale, rows=True))
+    op = Linear(
+        NAMES,
+        transposed=transposed,
+        recipe=recipe,
+        scale_bias=scale_bias,
+        rows_hint=rows_hint,
+        implementation=names,
+        few_rows=linear_spec.has_few_rows(specs[0].shape[0], specs[1].shape[0]),
+    )
     linear_spec.check_linear(op, specs[0], specs[1], fixed_spec(sizes), *specs[2:])
     check_bound(bounds[0], specs[1].shape[0], first)
     if isinstance(rows, QTensor) or isinstance(weight, QTensor):  # gradients have the dtypes of the master tensors
@@ -302,9 +308,11 @@ def checked_mlp(
     op: Mlp, specs: MlpSpecs, bounds: tuple[BoundRecipe, ...], dtypes: tuple[Any, ...], first: Tensor
 ) -> tuple[Mlp, MlpSpecs]:
     """Checks the bound recipes of an MLP; returns (the operation, static specs). `dtypes`: see `_arguments`."""
+    groups = specs.wo.shape[0]
     for each in bounds:
-        check_bound(each, specs.wo.shape[0], first, products=3 - len(bounds))
-    return dataclasses.replace(op, master_dtypes=dtypes[1:]), MlpSpecs(*map(_static, specs))
+        check_bound(each, groups, first, products=3 - len(bounds))
+    few_rows = linear_spec.has_few_rows(specs.x.shape[0], groups)
+    return dataclasses.replace(op, master_dtypes=dtypes[1:], few_rows=few_rows), MlpSpecs(*map(_static, specs))
 
 
 def is_pair(operand: Any) -> bool:

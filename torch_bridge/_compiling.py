@@ -23,6 +23,12 @@ is_compiling: Callable[[], bool] = (
 )
 
 
+def beside_graphs(function: _Function) -> _Function:
+    """Makes a function run beside a graph, which breaks there, or with `fullgraph=True` is refused."""
+    found: Any = torch.compiler.disable(function, reason=f"{function.__name__} is not traced; call it beside a graph")
+    return found
+
+
 def allow_in_graph(function: _Function) -> _Function:
     """Makes a function one node of a graph, except in forward mode, where it runs beside the graph, which refuses it.
 

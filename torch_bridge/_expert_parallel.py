@@ -31,7 +31,7 @@ from torch_bridge._router import router_logits
 from torch_bridge._serialized import name_in_files
 from torch_bridge._tensors import E8M0, StraightThrough, dtype_name, rows_spec
 from torch_bridge.moe import SharedExpert, experts_held, of_shared
-from torch_bridge.route import MoEAux, Permutation, topk_router
+from torch_bridge.route import MoEAux, Permutation, check_routing, topk_router
 from torch_bridge.routed import routed_mlp
 from torch_bridge.sizes import saturate
 
@@ -468,7 +468,8 @@ def moe(
             where they are sent, half the bytes or less, for recipes whose scales are those of single rows (FP8Block,
             MXFP8); the gradient of wi reads the dequantised codes. None: codes where the recipe allows it.
         chunks: the number of parts of the tokens; the exchanges of one part overlap with the experts' work on another.
-            y and the gradient of x keep their bits; the gradients of the experts are sums over the parts.
+            y and the gradient of x keep their bits, but for recipes whose scales follow from all rows of an expert (the
+            beginning of docs/parallel.md); the gradients of the experts are sums over the parts.
         shared: an expert that every rank holds, computed while the first tokens travel.
         lora, lora_scaling, lora_dropout, lora_key, lora_wgrad_accum: adapters of the L experts of this rank, as in
             `grouped_mlp`; those of `shared` are replicated. Tokens then travel as they are. The key is the same on all
@@ -483,6 +484,7 @@ def moe(
     Raises:
         TypeError, ValueError: an argument does not fit; and what `topk_router` and `routed_mlp` raise.
     """
+    check_routing(FUNCTION, moe, routing)
     how = (transport, process_group, budget_factor, once_per_rank, send, recipe)
     by = transport_option(FUNCTION, *how, adapted=lora is not None)
     check_chunks(FUNCTION, chunks)

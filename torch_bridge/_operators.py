@@ -86,6 +86,16 @@ def _define(name: str, schema: str, rule: Rule) -> None:
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, partial(_execute, rule), device)
     torch.library.register_fake(f"torch_bridge::{name}", partial(_fake_results, rule), lib=_LIBRARY)
+    if name == rule.name:
+        torch.library.register_autograd(f"torch_bridge::{name}", partial(_refuse_backward, name), lib=_LIBRARY)
+
+
+def _refuse_backward(name: str, *_: Any) -> Any:
+    raise NotImplementedError(
+        f"backward of the operator torch_bridge::{name}: expected none, because derivatives belong to functions and "
+        "layers, not to their operators; programs of torch.export hold operators alone, so train the module itself, or "
+        "compile it with torch.compile."
+    )
 
 
 def call(rule: Rule, static: Hashable, operands: Any, rows: Any) -> list[Any]:

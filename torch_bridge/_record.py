@@ -521,6 +521,11 @@ def _check_plain(leaves: Sequence[Leaf], facts: bytes | None) -> torch.device:
     _, first = named[0]
     for name, each in named:
         check_operand(name, each, first)
+        if facts is None and each.data_ptr() % each.element_size():
+            raise ValueError(
+                f"`{name}`: it starts at an address that is no multiple of {each.element_size()} bytes, those of an "
+                "element, expected one; clone it."
+            )
     if facts is None:
         raise ValueError(
             "operands of a torch_bridge operator: tensors without memory (an empty storage), or a list of mixed ones, "

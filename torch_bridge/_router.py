@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_core import router_product
+from grouped_core import router_product, routing_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import WIDE
 from grouped_core.linear_spec import Linear, Names
@@ -52,11 +52,7 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
             raise TypeError(f"`{name}` of moe: dtype {each.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
     check_rank("moe", "x", "x", x.shape, of="moe")
     check_rank("moe", "router", "router", router.shape, transposed=True, of="moe")
-    if router.shape[1] != x.shape[1]:
-        raise ValueError(
-            f"`router` of moe: shape {tuple(router.shape)}, expected [E, H] with H = {x.shape[1]} = columns of `x`; "
-            "pass one row per expert."
-        )
+    routing_spec.check_router("moe", router.shape, x.shape[1], transposed=True)
     if torch.is_grad_enabled() and (x.requires_grad or router.requires_grad):
         return _Product.apply(x, router)
     return _product(x, router)

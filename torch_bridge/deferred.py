@@ -35,6 +35,7 @@ from torch_bridge._args import (
 from torch_bridge._autograd import Saved, forward_and_saved
 from torch_bridge._checks import MLP_NAMES as NAMES
 from torch_bridge._checks import check_operand
+from torch_bridge._compiling import beside_graphs
 from torch_bridge._gradients import Route, WeightGradient
 from torch_bridge._tensors import as_read, fixed_spec, note_written, tensors_of, unpack
 from torch_bridge.mlp import MLP, grouped_mlp
@@ -64,6 +65,7 @@ class Deferred:
     lists: Lists  # of weights and biases
 
 
+@beside_graphs
 def grouped_mlp_fwd(
     x: Tensor,
     wi: Members,
@@ -110,6 +112,7 @@ def grouped_mlp_fwd(
         return y, MlpResiduals(saved, x_spec, given.sizes, tuple(tensors), given.leaves, given.checked.lists)
 
 
+@beside_graphs
 def grouped_mlp_bwd_dx(
     res: MlpResiduals, dy: Tensor | QTensor[Tensor], *, grad_input: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Any, Any, Deferred]:
@@ -160,6 +163,7 @@ def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: list[Tensor], x: li
     check_apart([(NAMES.grad_input, buffer)], [*[("dy", each) for each in dy], *read])
 
 
+@beside_graphs
 def grouped_mlp_bwd_dw(
     deferred: Deferred, wgrad_accum: Accumulators | None = None
 ) -> tuple[Tensor | list[Tensor | None] | None, Tensor | list[Tensor | None] | None]:

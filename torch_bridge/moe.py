@@ -24,7 +24,7 @@ from torch_bridge._router import router_logits
 from torch_bridge._serialized import name_in_files
 from torch_bridge._tensors import StraightThrough, fixed_spec
 from torch_bridge.mlp import grouped_mlp
-from torch_bridge.route import MoEAux, topk_router
+from torch_bridge.route import MoEAux, check_routing, topk_router
 from torch_bridge.routed import routed_mlp
 
 
@@ -83,13 +83,15 @@ def moe(
         wi, wo and the keywords up to `lora_wgrad_accum`: as in `routed_mlp`.
         shared: an expert that every token goes to, also a token without another expert; its result is added. The masks
             of its adapters have their own key.
-        k: experts per token. routing: the keywords of `route.topk_router`; coefficients of losses are among them.
+        k: experts per token, at most 32; a router has at most 1024 experts.
+        routing: the keywords of `route.topk_router`; coefficients of losses are among them.
 
     Returns:
         y: [T, H]. aux: `MoEAux`; add its losses to the loss of the model.
 
     Raises what `topk_router` and `routed_mlp` raise, and ValueError for `out` beside `shared`.
     """
+    check_routing("moe", moe, routing)
     if shared is not None and out is not None:
         raise ValueError(
             "`out` of moe: given beside `shared`, expected None, because two results are added; leave it out."

@@ -89,7 +89,8 @@ def check_quantize(
         sizes, _ = prepare_sizes(unwrap(group_sizes)[0], x, NAMES)
     if key is not None:
         check_operand("key", key, x)
-    source, specs = rows_spec(x), (None if each is None else fixed_spec(each) for each in (sizes, key))
+    source = rows_spec(x) if x.dim() == 2 else fixed_spec(x)  # of a weight no length may be a symbol
+    specs = (None if each is None else fixed_spec(each) for each in (sizes, key))
     return quantizing.check_quantize(source, format_option(format), axis, *specs), sizes
 
 

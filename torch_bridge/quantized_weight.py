@@ -348,12 +348,15 @@ def empty(
     shape: tuple[int, int, int], formats: tuple[Format, Format | None], dtype: str, device: Any
 ) -> QTensor[Tensor]:
     """A weight [G, A, B] of zeros, with a form that contracts B and perhaps one that contracts A."""
+    other = None if formats[1] is None else empty_form(shape, 1, formats[1], dtype, device)
+    return dataclasses.replace(empty_form(shape, 2, formats[0], dtype, device), other=other)
+
+
+def empty_form(shape: tuple[int, ...], axis: int, fmt: Format, dtype: str, device: Any) -> QTensor[Tensor]:
+    """One form of a weight [G, A, B] of zeros, contracted along `axis`."""
 
     def zeros(spec: ArraySpec | None) -> Any:
         return None if spec is None else torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
 
-    def form(axis: int, fmt: Format, other: QTensor[Tensor] | None) -> QTensor[Tensor]:
-        spec = spec_in_format(fmt, shape, axis, dtype)
-        return QTensor(zeros(spec.values), zeros(spec.scales), zeros(spec.group_scales), fmt, axis, shape, dtype, other)
-
-    return form(2, formats[0], None if formats[1] is None else form(1, formats[1], None))
+    spec = spec_in_format(fmt, shape, axis, dtype)
+    return QTensor(zeros(spec.values), zeros(spec.scales), zeros(spec.group_scales), fmt, axis, shape, dtype, None)

@@ -7,7 +7,8 @@ here), V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from grouped_core import routing_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import as_flag
-from grouped_core.linear_spec import check_made_by
+from grouped_core.linear_spec import check_keywords, check_made_by
 from grouped_core.routing_spec import Router, router_option
 from grouped_core.routing_spec import alignment_for as alignment_for
 from torch_bridge import _codec, _routing
@@ -111,7 +112,8 @@ def topk_router(
     the logits, once; the choice has no gradient.
 
     Args:
-        logits: [T, E] fp32, bf16 or fp16, contiguous.
+        logits: [T, E] fp32, bf16 or fp16, contiguous; E is at most 1024.
+        k: experts per token, at most 32 and at most E.
         score: "softmax", "sigmoid" or "sqrt_softplus".
         bias: [E], added to the scores that choose experts, not to the weights; see `update_bias`.
         after_topk: weights are the softmax of the k chosen logits; only with "softmax".
@@ -157,6 +159,15 @@ def topk_router(
         "topk_router", logits, k, options, bias, mask, experts, key, sequence_sizes, group, place
     )
     return weights, chosen, MoEAux(load, aux_loss, z_loss, dropped, overflow, entropy)
+
+
+_ROUTING = frozenset(inspect.signature(topk_router).parameters)
+
+
+def check_routing(function: str, kind: Callable[..., Any], routing: Mapping[str, Any]) -> None:
+    """Refuses keywords of `function`, a layer `kind`, that `topk_router` does not have. Raises TypeError."""
+    if any(name not in _ROUTING for name in routing):  # in a graph nothing else is traced
+        check_keywords(function, routing, kind, topk_router)
 
 
 def _check_sequences(sequence_sizes: Any, process_group: Any) -> None:

@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
@@ -31,25 +32,37 @@ namespace {
 constexpr uint32_t kDlpackMajor = 1;
 constexpr const char* kCapsule = "dlpack_exchange_api";
 
+bool empty(const DlTensor& t) { return std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim; }
+
+size_t item_bytes(const DlTensor& t) { return size_t{t.dtype.bits} * t.dtype.lanes / 8; }
+
 bool contiguous(const DlTensor& t) {
-  if (t.strides == nullptr) return true;
+  if (t.strides == nullptr || empty(t)) return true;
   int64_t expected = 1;
-  bool packed = true;
-  for (int i = t.ndim; i-- > 0; expected *= t.shape[i]) {
-    if (t.shape[i] == 0) return true;
-    packed = packed && (t.shape[i] == 1 || t.strides[i] == expected);
+  for (int i = t.ndim; i-- > 0;) {
+    if (t.shape[i] != 1 && t.strides[i] != expected) return false;
+    if (__builtin_mul_overflow(expected, t.shape[i], &expected)) return false;
   }
-  return packed;
+  return true;
 }
 
 bool aligned(const DlTensor& t) { return address_of(t) % kAlignment == 0; }
 
 }  // namespace
 
-size_t bytes_of(const DlTensor& t) {
-  int64_t bits = int64_t{t.dtype.bits} * t.dtype.lanes;
-  for (int i = 0; i < t.ndim; ++i) bits *= t.shape[i];
-  return static_cast<size_t>(bits / 8);
+size_t extent_of(const DlTensor& t) {
+  if (empty(t)) return 0;
+  int64_t last = 0, packed = 1;  // number of the last element, and the stride of a dimension where none is given
+  for (int i = t.ndim; i-- > 0;) {
+    const int64_t stride = t.strides == nullptr ? packed : t.strides[i];
+    int64_t step;
+    if (stride < 0 || __builtin_mul_overflow(stride, t.shape[i] - 1, &step) ||
+        __builtin_add_overflow(last, step, &last) || __builtin_mul_overflow(packed, t.shape[i], &packed)) {
+      return 0;
+    }
+  }
+  size_t bytes;
+  return __builtin_mul_overflow(static_cast<size_t>(last) + 1, item_bytes(t), &bytes) ? 0 : bytes;
 }
 
 class Exchange::Facts {
@@ -164,12 +177,18 @@ bool Exchange::view(PyObject* object, DlTensor* out) const {
     PyErr_Clear();
     return false;
   }
-  return out->data != nullptr || bytes_of(*out) == 0;  // elements without memory: a zero tensor of autograd
+  if (empty(*out)) return true;
+  const size_t item = item_bytes(*out);
+  return out->data != nullptr &&  // elements without memory: a zero tensor of autograd
+         (item == 0 || address_of(*out) % item == 0);
 }
 
 DlTensor Exchange::read(PyObject* object) const {
   DlTensor t;
-  if (!view(object, &t)) throw std::invalid_argument("an operand is no tensor in plain memory");
+  if (!view(object, &t)) {
+    throw std::invalid_argument(
+        "an operand is no tensor in plain memory, or starts within an element; pass a copy of it");
+  }
   return t;
 }
 

@@ -14,7 +14,9 @@ namespace grouped {
 using DlTensor = nanobind::dlpack::dltensor;
 
 inline uintptr_t address_of(const DlTensor& t) { return reinterpret_cast<uintptr_t>(t.data) + t.byte_offset; }
-size_t bytes_of(const DlTensor& t);
+// Bytes from the first element to the end of the last one, whatever the order of the dimensions; 0 where there is no
+// element, or where a stride is negative.
+size_t extent_of(const DlTensor& t);
 
 struct ExchangeTable;
 
@@ -34,7 +36,7 @@ class Exchange {
   // What `threads` says now; 0: as many as there are.
   int threads() const;
 
-  // False, without a Python error, for what is no tensor in plain memory.
+  // False, without a Python error, for what is no tensor in plain memory, whose addresses are multiples of elements.
   bool view(PyObject* object, DlTensor* out) const;
 
   // Throws std::invalid_argument for what is no tensor in plain memory.

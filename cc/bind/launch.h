@@ -48,7 +48,10 @@ class AddressRules {
     };
     for (size_t i = 0; i < slots.slots.size(); ++i) {
       const TensorView& view = *views.all[i];
-      if (view.present() && view.elements() > 0 && !tabled(i)) rules.required_ |= uint64_t{1} << i;
+      if (!view.present() || view.elements() == 0 || tabled(i)) continue;
+      rules.required_ |= uint64_t{1} << i;
+      const uint64_t bytes = static_cast<uint64_t>(dtype_bytes(view.dtype));
+      if (bytes > 1) rules.wide_.emplace_back(i, bytes);
     }
     for (const auto& [into, result] : slots.shared) {
       if (views.all[into]->present() && !tabled(into)) rules.shared_.emplace_back(into, result);
@@ -63,6 +66,11 @@ class AddressRules {
       const size_t slot = static_cast<size_t>(__builtin_ctzll(left));
       if (addresses[slot] == 0) return "the address of `" + schema<Call>().slots[slot].name + "` is null";
     }
+    for (const auto& [slot, bytes] : wide_) {
+      if (addresses[slot] % bytes == 0 || (touched >> slot & 1) == 0) continue;
+      return "the address of `" + schema<Call>().slots[slot].name + "` is no multiple of " + std::to_string(bytes) +
+             " bytes, those of an element; copy the array";
+    }
     for (const auto& [into, result] : shared_) {
       if (addresses[into] == addresses[result] || (touched >> result & 1) == 0) continue;
       return "`" + schema<Call>().slots[into].name + "` and the result are not the same buffer; alias them";
@@ -72,6 +80,7 @@ class AddressRules {
 
  private:
   uint64_t required_ = 0;                          // bit i: slot i must have an address
+  std::vector<std::pair<size_t, uint64_t>> wide_;  // those of elements of several bytes, and how many
   std::vector<std::pair<size_t, size_t>> shared_;  // slots that are one buffer
 };
 
@@ -95,7 +104,8 @@ class Prepared {
       : call_(decode_call<Call>(inputs, outputs, params)) {
     if (!parse_arch(std::string(arch), &target_)) {
       throw std::invalid_argument("arch \"" + std::string(arch) +
-                                  "\" is none; expected \"cpu\", \"sm_80\", \"sm_90a\"; pass one of these forms");
+                                  "\" is unknown; expected \"cpu\", or \"sm_\" and a compute capability, such as "
+                                  "\"sm_80\", \"sm_89\" or \"sm_90a\"; pass one of these forms");
     }
     std::string wrong = illegal(call_);
     if (wrong.empty()) wrong = disagreement(call_);

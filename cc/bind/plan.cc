@@ -42,14 +42,24 @@ class PlanOf final : public Plan {
   Prepared<Call> prepared_;
 };
 
+std::vector<size_t> bytes_of(const std::vector<TensorView>& inputs, const std::vector<TensorView>& outputs) {
+  std::vector<size_t> bytes;
+  for (const std::vector<TensorView>* views : {&inputs, &outputs}) {
+    for (const TensorView& view : *views) bytes.push_back(view.present() ? static_cast<size_t>(view.bytes()) : 0);
+  }
+  return bytes;
+}
+
 }  // namespace
 
 std::unique_ptr<Plan> make_plan(std::string_view call_name, std::string_view arch, std::string_view implementation,
                                 const std::vector<TensorView>& inputs, const std::vector<TensorView>& outputs,
                                 const Params& params) {
-#define X(Call)                                                                                           \
-  if (call_name == Call::kName) {                                                                         \
-    return std::make_unique<PlanOf<Call>>(Prepared<Call>(arch, implementation, inputs, outputs, params)); \
+#define X(Call)                                                                                                \
+  if (call_name == Call::kName) {                                                                              \
+    auto plan = std::make_unique<PlanOf<Call>>(Prepared<Call>(arch, implementation, inputs, outputs, params)); \
+    plan->slot_bytes = bytes_of(inputs, outputs);                                                              \
+    return plan;                                                                                               \
   }
   GROUPED_CALLS(X)
 #undef X

@@ -23,6 +23,7 @@ class Plan {
   size_t workspace_bytes = 0;          // to allocate whatever the addresses, room for alignment included; 0: none
   size_t aligned_workspace_bytes = 0;  // the same where operands and results are at multiples of kAlignment
   size_t slots = 0;                    // inputs and outputs
+  std::vector<size_t> slot_bytes;      // of each slot's buffer; 0 where absent or read through a table
   std::vector<uint64_t> parts;         // bits of the slots that each part of the kernel touches; empty: it is one
   Platform platform = Platform::cpu;
 

@@ -37,14 +37,36 @@ nb::list list_of(size_t count) {
   return list;
 }
 
+// The object of a native class that a Python object holds.
+template <class T>
+const T* native(nb::handle object, const char* expected) {
+  if (!nb::isinstance<T>(object)) throw nb::type_error((std::string("expected ") + expected).c_str());
+  return nb::cast<const T*>(object);
+}
+
+// A tuple of at least and at most so many items: nanobind checks no index of a tuple.
+nb::tuple tuple_of(nb::handle object, size_t least, size_t most, const char* expected) {
+  if (nb::isinstance<nb::tuple>(object)) {
+    nb::tuple found = nb::borrow<nb::tuple>(object);
+    if (found.size() >= least && found.size() <= most) return found;
+  }
+  throw nb::type_error((std::string("expected ") + expected).c_str());
+}
+
+// Where a value of a run is, and how many bytes there are; the address is 0 until it has been read.
+struct Place {
+  uintptr_t address = 0;
+  size_t bytes = 0;
+};
+
 // A plan with its operands in a list of tensors: what `Plan.launch` does, without an address in Python's hands.
 class Launcher {
  public:
   Launcher(nb::object exchange, nb::object plan, std::vector<int> registers, std::vector<size_t> offsets, int part)
       : exchange_object_(std::move(exchange)),
         plan_object_(std::move(plan)),
-        exchange_(nb::cast<const Exchange*>(exchange_object_)),
-        plan_(nb::cast<const Plan*>(plan_object_)),
+        exchange_(native<Exchange>(exchange_object_, "an Exchange")),
+        plan_(native<Plan>(plan_object_, "a Plan")),
         registers_(std::move(registers)),
         offsets_(std::move(offsets)),
         part_(part) {
@@ -70,26 +92,37 @@ class Launcher {
   int workspace() const { return registers_.back(); }
 
   void launch(nb::list values, uintptr_t stream) const {
-    std::vector<uintptr_t> known(static_cast<size_t>(PyList_Size(values.ptr())));
-    launch(values, &known, stream, nullptr);
+    const Py_ssize_t count = PyList_Size(values.ptr());
+    // The caller's list may change while other threads run.
+    const nb::object held = nb::steal(PyList_GetSlice(values.ptr(), 0, count));
+    if (!held.is_valid()) throw nb::python_error();
+    std::vector<Place> places(static_cast<size_t>(count));
+    launch(nb::borrow<nb::list>(held), &places, stream, nullptr);
   }
 
-  // `known`: the addresses of the values, 0 where they have not been read yet.
-  void launch(nb::list values, std::vector<uintptr_t>* known, uintptr_t stream, ZeroMemory* zeros) const {
+  // `places`: of the values.
+  void launch(nb::list values, std::vector<Place>* places, uintptr_t stream, ZeroMemory* zeros) const {
     uintptr_t addresses[kMaxSlots + 1];
     size_t scratch = 0;
     for (size_t slot = 0; slot < registers_.size(); ++slot) {
       addresses[slot] = 0;
       const int at = registers_[slot];
       if (at < 0) continue;
-      uintptr_t& address = known->at(static_cast<size_t>(at));
+      Place& place = places->at(static_cast<size_t>(at));
       const bool is_workspace = slot == plan_->slots;
-      if (address == 0 || is_workspace) {
+      if (place.address == 0 || is_workspace) {
         const DlTensor tensor = exchange_->read(item_of(values, at));
-        address = address_of(tensor);
-        if (is_workspace) scratch = bytes_of(tensor);
+        place = {address_of(tensor), extent_of(tensor)};
       }
-      addresses[slot] = address + offsets_[slot];
+      if (is_workspace) {
+        scratch = place.bytes;
+      } else if (plan_->slot_bytes[slot] > 0 &&
+                 (place.bytes < offsets_[slot] || place.bytes - offsets_[slot] < plan_->slot_bytes[slot])) {
+        throw std::invalid_argument("value " + std::to_string(at) + " has " + std::to_string(place.bytes) +
+                                    " bytes, expected " + std::to_string(plan_->slot_bytes[slot]) + " from byte " +
+                                    std::to_string(offsets_[slot]) + " on; pass a tensor of the plan's shape");
+      }
+      addresses[slot] = place.address + offsets_[slot];
     }
     const int threads = plan_->platform == Platform::cpu ? exchange_->threads() : 0;
     const nb::gil_scoped_release unlocked;
@@ -142,17 +175,21 @@ class Program {
   Program(nb::object exchange, nb::list steps, nb::sequence results, std::vector<int> released, int registers,
           nb::object empty, nb::object table_of, nb::object flat, nb::object place)
       : exchange_object_(std::move(exchange)),
-        exchange_(nb::cast<const Exchange*>(exchange_object_)),
+        exchange_(native<Exchange>(exchange_object_, "an Exchange")),
         released_(std::move(released)),
         registers_(registers),
         empty_(std::move(empty)),
         table_of_(std::move(table_of)),
         flat_(std::move(flat)),
         to_(nb::str("to")) {
-    for (nb::handle step : steps) steps_.push_back(step_of(nb::cast<nb::tuple>(step)));
+    if (registers < 0 || registers > kMostRegisters) {
+      throw std::invalid_argument("got " + std::to_string(registers) + " registers, expected 0 to " +
+                                  std::to_string(kMostRegisters));
+    }
+    for (nb::handle step : steps) steps_.push_back(step_of(tuple_of(step, 3, 5, kStep)));
     for (nb::handle result : results) results_.push_back(result_of(result));
     if (!place.is_none()) {
-      const nb::tuple facts = nb::cast<nb::tuple>(place);
+      const nb::tuple facts = tuple_of(place, 4, 4, "(device, current device, current stream, dtype of bytes)");
       device_ = facts[0];
       current_device_ = facts[1];
       stream_of_ = facts[2];
@@ -163,14 +200,16 @@ class Program {
   // What a run holds: its registers and their addresses as far as they are known, and leaves that are not released.
   struct Started {
     nb::list values;
-    std::vector<uintptr_t> known;
+    std::vector<Place> places;
     std::vector<nb::object> kept;
   };
 
-  // Takes what a run needs of the leaves, after which the caller may let go of them.
-  Started start(const std::vector<PyObject*>& leaves, const Addresses& addresses) const {
+  // Takes what a run needs of the leaves, after which the caller may let go of them. `checked`: they have the facts for
+  // which the steps were planned; otherwise their sizes are compared.
+  Started start(const std::vector<PyObject*>& leaves, const Addresses& addresses, bool checked) const {
+    constexpr size_t kEnough = SIZE_MAX;
     Started started{list_of(static_cast<size_t>(registers_)), {}, {}};
-    started.known.reserve(static_cast<size_t>(registers_));
+    started.places.reserve(static_cast<size_t>(registers_));
     started.kept.reserve(leaves.size());
     size_t begin = 0;
     for (size_t i = 0; i < leaves.size(); ++i) {
@@ -180,12 +219,12 @@ class Program {
       const bool listed = PyList_Check(leaf.ptr()) || PyTuple_Check(leaf.ptr());
       const uintptr_t* own = addresses.all.data() + begin;
       const size_t bytes = (addresses.ends[i] - begin) * sizeof(*own);
-      set_item(started.values, static_cast<Py_ssize_t>(started.known.size()),
+      set_item(started.values, static_cast<Py_ssize_t>(started.places.size()),
                listed ? table_of_(nb::bytes(own, bytes)) : leaf);
-      started.known.push_back(listed ? 0 : *own);
+      started.places.push_back(listed || !checked ? Place{} : Place{*own, kEnough});
       begin = addresses.ends[i];
     }
-    started.known.resize(static_cast<size_t>(registers_));
+    started.places.resize(static_cast<size_t>(registers_));
     for (const int at : released_) started.kept.at(static_cast<size_t>(at)).reset();
     return started;
   }
@@ -198,17 +237,17 @@ class Program {
     for (const Step& step : steps_) {
       if (!step.launcher.is_valid()) {
         const nb::object source = nb::borrow(item_of(values, step.source));
-        set_item(values, step.made[0].at, nb::getattr(source, to_)(step.made[0].dtype));
+        put(&started, step.made[0].at, nb::getattr(source, to_)(step.made[0].dtype));
         continue;
       }
-      for (const Made& made : step.workspace) allocate(values, made);
-      for (const Made& made : step.made) allocate(values, made);
+      for (const Made& made : step.workspace) allocate(&started, made);
+      for (const Made& made : step.made) allocate(&started, made);
       if (watch.is_none()) {
-        step.launch->launch(values, &started.known, stream, &zeros);
+        step.launch->launch(values, &started.places, stream, &zeros);
       } else {
         watch(step.name, step.launcher, values, step.made_at, stream);
       }
-      for (const int at : step.last_used) set_item(values, at, nb::none());
+      for (const int at : step.last_used) put(&started, at, nb::none());
     }
     constexpr int kWorthATensor = 2;  // launches that would clear memory of their own
     if (zeros.takers() >= kWorthATensor) zero_bytes_ = zeros.wanted();
@@ -220,9 +259,12 @@ class Program {
   }
 
   nb::list run(nb::list leaves, uintptr_t stream, nb::object watch) const {
+    const nb::list held = nb::steal<nb::list>(PyList_GetSlice(leaves.ptr(), 0, PyList_Size(leaves.ptr())));
+    if (!held.is_valid()) throw nb::python_error();
     std::vector<PyObject*> taken;
-    for (nb::handle leaf : leaves) taken.push_back(leaf.ptr());
-    Started started = start(taken, exchange_->addresses_of(taken));
+    for (nb::handle leaf : held) taken.push_back(leaf.ptr());
+    Started started = start(taken, exchange_->addresses_of(taken), false);
+    PyList_SetSlice(held.ptr(), 0, PyList_Size(held.ptr()), nullptr);
     for (const int at : released_) set_item(leaves, at, nb::none());
     return finish(std::move(started), stream, std::move(watch));
   }
@@ -237,9 +279,14 @@ class Program {
   }
 
  private:
+  static constexpr int kMostRegisters = 1 << 20;
+  static constexpr const char* kStep =
+      "a step as (name, Launcher, new tensors, new workspace, last used) or (source, result, dtype)";
+
   // (register, (shape, strides, dtype))
   static Made made_of(nb::handle given) {
-    const nb::tuple pair = nb::cast<nb::tuple>(given), facts = nb::cast<nb::tuple>(pair[1]);
+    const nb::tuple pair = tuple_of(given, 2, 2, "(register, new tensor)");
+    const nb::tuple facts = tuple_of(pair[1], 3, 3, "(shape, strides, dtype) of a new tensor");
     return {nb::cast<int>(pair[0]), facts[0], facts[1], facts[2]};
   }
 
@@ -251,8 +298,7 @@ class Program {
       return step;
     }
     if (given.size() != 5 || !nb::isinstance<Launcher>(given[1])) {
-      throw nb::type_error(
-          "a step must be (name, Launcher, new tensors, new workspace, last used) or (source, result, dtype)");
+      throw nb::type_error((std::string("expected ") + kStep).c_str());
     }
     step.name = given[0];
     step.launcher = given[1];
@@ -270,12 +316,18 @@ class Program {
 
   static Result result_of(nb::handle given) {
     if (!nb::isinstance<nb::tuple>(given)) return {{}, {nb::cast<int>(given)}};
-    const nb::tuple facts = nb::cast<nb::tuple>(given);
+    const nb::tuple facts = tuple_of(given, 2, 2, "a result as a register, or as (layout, registers)");
     return {facts[0], nb::cast<std::vector<int>>(facts[1])};
   }
 
-  void allocate(nb::list values, const Made& made) const {
-    set_item(values, made.at, empty_(made.shape, made.strides, made.dtype));
+  // What was known of the register's place is no longer true.
+  static void put(Started* started, int at, nb::object value) {
+    set_item(started->values, at, std::move(value));
+    started->places.at(static_cast<size_t>(at)) = {};
+  }
+
+  void allocate(Started* started, const Made& made) const {
+    put(started, made.at, empty_(made.shape, made.strides, made.dtype));
   }
 
   struct Memory {
@@ -321,7 +373,7 @@ class FactsCache {
  public:
   FactsCache(nb::object exchange, size_t most, nb::object flat)
       : exchange_object_(std::move(exchange)),
-        exchange_(nb::cast<const Exchange*>(exchange_object_)),
+        exchange_(native<Exchange>(exchange_object_, "an Exchange")),
         most_(most),
         flat_(std::move(flat)) {}
 
@@ -336,14 +388,15 @@ class FactsCache {
   // NOTE: a launch lets other threads run, which may empty this cache, so `value` keeps the program.
   nb::object run(nb::object given, int64_t number, nb::object watch) const {
     const bool held = PyList_Check(given.ptr()) != 0;
-    auto operands = nb::cast<nb::tuple>(held ? nb::handle(item_of(given, 0)) : given);
+    auto operands = tuple_of(held ? nb::handle(item_of(given, 0)) : given, 0, SIZE_MAX, "operands as a tuple");
     const Key key(*this, operands, number);
     const nb::object value = value_of(key);
     if (value.is_none()) return value;
-    const auto* program = nb::cast<const Program*>(nb::cast<nb::tuple>(value)[0]);
+    constexpr const char* kValue = "a tuple that starts with a Program, which `keep` was given";
+    const auto* program = native<Program>(tuple_of(value, 1, SIZE_MAX, kValue)[0], kValue);
     uintptr_t stream = 0;
     if (!program->current_stream(&stream)) return nb::none();
-    Program::Started started = program->start(key.leaves, key.addresses);
+    Program::Started started = program->start(key.leaves, key.addresses, true);
     if (held && PyList_SetSlice(given.ptr(), 0, 1, nullptr) != 0) throw nb::python_error();
     operands.reset();
     return program->finish(std::move(started), stream, std::move(watch));
@@ -352,8 +405,11 @@ class FactsCache {
   void keep(nb::tuple operands, int64_t number, nb::object value) {
     const Key key(*this, operands, number);
     if (!key.known) return;
-    if (values_.size() >= most_) values_.clear();
-    values_[key.facts] = {std::move(value), layouts_of(operands)};
+    Entry entry{std::move(value), layouts_of(operands)};
+    // What is replaced dies at the end: its destructors may run Python, which may ask this cache.
+    std::unordered_map<std::string, Entry> emptied;
+    if (values_.size() >= most_) emptied.swap(values_);
+    std::swap(values_[key.facts], entry);
   }
 
   size_t size() const { return values_.size(); }
@@ -384,9 +440,10 @@ class FactsCache {
           leaves.push_back(operand);
           continue;
         }
+        const nb::tuple flat = tuple_of(operand, 2, 2, kFlat);
         append(i);
-        append(PyTuple_GetItem(operand, 0));
-        for (nb::handle leaf : nb::borrow<nb::tuple>(PyTuple_GetItem(operand, 1))) leaves.push_back(leaf.ptr());
+        append(flat[0].ptr());
+        for (nb::handle leaf : tuple_of(flat[1], 0, SIZE_MAX, kFlat)) leaves.push_back(leaf.ptr());
       }
       known = cache.exchange_->append_facts(leaves, &facts, &addresses);
     }
@@ -396,6 +453,8 @@ class FactsCache {
       facts.append(reinterpret_cast<const char*>(&value), sizeof(value));
     }
   };
+
+  static constexpr const char* kFlat = "an operand of several leaves as a pair of a layout and a tuple of leaves";
 
   bool is_flat(nb::handle operand) const { return operand.type().is(flat_); }
 
@@ -408,7 +467,7 @@ class FactsCache {
   nb::list layouts_of(nb::tuple operands) const {
     nb::list layouts;
     for (nb::handle operand : operands) {
-      if (is_flat(operand)) layouts.append(nb::handle(PyTuple_GetItem(operand.ptr(), 0)));
+      if (is_flat(operand)) layouts.append(tuple_of(operand, 2, 2, kFlat)[0]);
     }
     return layouts;
   }

@@ -70,6 +70,8 @@ void launch_scale(const GroupedMatmul& call, const Params& p, cudaStream_t strea
   }
 }
 
+constexpr int64_t kMostCols = 256;  // of an item: 16 for each of at most 16 warps
+
 std::string refuses(const GroupedMatmul& c, const Target&) {
   if (c.contract_rows) return "is for ragged rows; this call contracts over rows";
   if (c.lhs.dtype != DType::bf16 || c.scales.lhs_block || c.scales.lhs_group_scales.present()) {
@@ -95,6 +97,10 @@ std::string refuses(const GroupedMatmul& c, const Target&) {
   if (k % (nibbles ? 32 : 16) != 0) return "needs rows of codes of a multiple of 16 bytes: K = " + std::to_string(k);
   if (n % 8 != 0) return "needs result rows of a multiple of 16 bytes: N = " + std::to_string(n);
   if ((c.lhs.dims[0] / kBlockRows + 2 * groups) * (n / 128 + 1) > INT32_MAX) return "takes fewer than 2^31 tiles";
+  if (const TensorView& s = c.scales.rhs_scales; s.present()) {  // the lines of an item have 32-bit offsets
+    const int64_t line = s.dims[2] * scale_bytes(scale), lines = std::min<int64_t>(s.dims[1], kMostCols);
+    if (line * lines > INT32_MAX) return "takes lines of scales below 2^31 bytes for each " + std::to_string(lines);
+  }
   if (c.lhs.dims[0] > INT32_MAX / 2 || k > INT32_MAX / 2 || n > INT32_MAX / 2) return "takes dimensions below 2^30";
   return "";
 }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grouped_core import gradients
+from grouped_core import gradients, linear_spec
 from grouped_core.calls import RESULTS, ArraySpec, Call
 from grouped_core.formats import FORMATS, QTensor
 from grouped_core.gradients import Needs
@@ -245,7 +245,7 @@ def test_a_scaled_bias_alone():
 
 @pytest.mark.parametrize("saved", SAVED_WEIGHTS)
 def test_weights_are_saved_as_a_product_reads_them_or_as_they_came(saved):
-    op = Linear(NAMES, transposed=True, recipe=FP8Current.replace(saved_weights=saved))
+    op = Linear(NAMES, transposed=True, recipe=FP8Current.replace(saved_weights=saved), few_rows=True)
     x, w, dy = ArraySpec((7, 32), "bfloat16"), ArraySpec((3, 16, 32), "bfloat16"), ArraySpec((7, 16), "bfloat16")
     run, needs, sizes = Planner(), Needs(bias=False, row_scale=False), ArraySpec((3,), "int32")
     found = gradients.linear_forward(run, op, x, w, sizes, needs=needs)
@@ -259,35 +259,36 @@ def test_weights_are_saved_as_a_product_reads_them_or_as_they_came(saved):
     assert dict(dgrad.params)["rhs_axis"] == (1 if one else 2)
 
 
-FEW = gradients.TWO_FORMS_FROM - 1
-"""Rows per group, the most with which one form of weights pays."""
-
-
 @pytest.mark.rule("MAT-2")
 @pytest.mark.parametrize(
-    ("recipe", "rows", "weight", "one"),
+    ("recipe", "few", "weight", "one"),
     [
-        (FP8Current, 3 * FEW, (3, 16, 32), True),
-        (FP8Delayed, 3 * FEW, (3, 32, 16), True),
-        (FP8Current, 3 * FEW + 3, (3, 16, 32), False),
-        (FP8Current, 7, (3, 16, 24), False),
-        (FP8Current, 7, (3, 24, 16), False),
-        (FP8Block, 7, (3, 16, 32), False),
-        (FP8Current.replace(dgrad=(FP8Current.dgrad[0], FORMATS["fp8_tensor_e5m2"])), 7, (3, 16, 32), False),
-        (FP8Current.replace(saved_weights="quantized"), 7, (3, 16, 32), False),
-        (FP8Current.replace(saved_weights="forward"), 3 * FEW + 3, (3, 16, 24), True),
+        (FP8Current, True, (3, 16, 32), True),
+        (FP8Delayed, True, (3, 32, 16), True),
+        (FP8Current, False, (3, 16, 32), False),
+        (FP8Current, True, (3, 16, 24), False),
+        (FP8Current, True, (3, 24, 16), False),
+        (FP8Block, True, (3, 16, 32), False),
+        (FP8Current.replace(dgrad=(FP8Current.dgrad[0], FORMATS["fp8_tensor_e5m2"])), True, (3, 16, 32), False),
+        (FP8Current.replace(saved_weights="quantized"), True, (3, 16, 32), False),
+        (FP8Current.replace(saved_weights="forward"), False, (3, 16, 24), True),
     ],
 )
-def test_weights_have_one_form_where_it_takes_less_time(recipe, rows, weight, one):
+def test_weights_have_one_form_where_it_takes_less_time(recipe, few, weight, one):
     """Not if a layer keeps it for further passes, nor if a second one has other codes."""
-    op, run, sizes = Linear(NAMES, recipe=recipe), Planner(), ArraySpec((3,), "int32")
-    x, w, scales = ArraySpec((rows, weight[1]), "bfloat16"), ArraySpec(weight, "bfloat16"), ArraySpec((3,), "float32")
+    op, run, sizes = Linear(NAMES, recipe=recipe, few_rows=few), Planner(), ArraySpec((3,), "int32")
+    x, w, scales = ArraySpec((7, weight[1]), "bfloat16"), ArraySpec(weight, "bfloat16"), ArraySpec((3,), "float32")
     extras = Extras(x=scales, w=scales) if recipe.delayed else NO_EXTRAS
     found = gradients.linear_forward(run, op, x, w, sizes, extras=extras, needs=EVERYTHING)
     assert isinstance(found.w, QTensor)
     assert (found.w.axis, found.w.other) == (1 if one else 2, None)
     forms = [axis for axis, _ in gradients.cached_forms(op, EVERYTHING, False)]
     assert forms == ([1] if recipe.saved_weights == "forward" else [1, 2])
+
+
+def test_rows_are_few_below_a_number_per_group():
+    most = linear_spec.FEW_ROWS * 3 - 1
+    assert [linear_spec.has_few_rows(rows, 3) for rows in (0, most, most + 1)] == [True, True, False]
 
 
 @pytest.mark.parametrize("saved", SAVED)

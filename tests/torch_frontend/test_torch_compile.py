@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 import torch_bridge
+from grouped_core import recipes
 from tests import asserts, cases
 from tests.torch_frontend.torch_tools import counted_launches, leaf, leaves, small
 from torch_bridge import GroupSizes, grouped_linear, nn, route
@@ -148,6 +149,66 @@ def test_export_with_symbolic_rows() -> None:
     for case in ("tail", "clamped"):
         t = small("tail")._replace(x=small(case).x[:40].contiguous())
         asserts.bitwise(exported(t.x, t.w, t.sizes), grouped_linear(t.x, t.w, t.sizes))
+
+
+FORMS = {
+    "grouped_linear": lambda x, wi, wo, sizes, **o: grouped_linear(x, wi, sizes, rhs_transposed=True, **o),
+    "grouped_mlp": lambda x, wi, wo, sizes, **o: torch_bridge.grouped_mlp(x, wi, wo, sizes, rhs_transposed=True, **o),
+}
+
+
+@pytest.mark.rule("MAT-2")
+@pytest.mark.matrix(
+    form=tuple(FORMS),
+    saved=recipes.SAVED_WEIGHTS,
+    width=(32, 64),
+    few=[("grouped_linear", "auto", 32), ("grouped_mlp", "auto", 64)],
+)
+def test_forms_of_weights_are_those_of_any_number_of_rows(form: str, saved: str, width: int) -> None:
+    """A graph for every number of rows saves what its backward reads, though rows decide how many forms there are."""
+    recipe = recipes.FP8Current.replace(saved_weights=saved)
+    wi, wo = leaf(torch.randn(2, width, 32).bfloat16()), leaf(torch.randn(2, 32, width // 2).bfloat16())
+    compiled = torch.compile(FORMS[form], fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for rows in (10, 12, 14, 5000):
+            x, sizes = leaf(torch.randn(rows, 32).bfloat16()), torch.tensor([rows - 3, 2], dtype=torch.int32)
+            found = []
+            for f in (FORMS[form], compiled):
+                y = f(x, wi, wo, sizes, recipe=recipe)
+                found.append([y, *torch.autograd.grad(y, [x, wi], torch.ones_like(y))])
+            _same(found[1], found[0])
+
+
+def test_gradients_of_exported_programs_are_refused() -> None:
+    """They hold operators alone: torch would lose the gradients with a warning."""
+    layer, x = nn.MoE(32, 64, 4, 2), torch.randn(20, 32)
+    module = torch.export.export(layer, (x,)).module()
+    asserts.bitwise(module(x)[0], layer(x)[0])
+    with asserts.refused(NotImplementedError, ["backward", "torch_bridge::", "torch.export", "torch.compile"]):
+        module(leaf(x))[0].sum().backward()
+
+
+def test_the_parts_of_an_mlp_run_beside_graphs() -> None:
+    x, wi, wo = torch.randn(20, 32), torch.randn(2, 64, 32), torch.randn(2, 32, 32)
+    sizes = torch.tensor([8, 12], dtype=torch.int32)
+
+    def forward(x: Tensor) -> Tensor:
+        return torch_bridge.grouped_mlp_fwd(x * 2, wi, wo, sizes, rhs_transposed=True)[0]
+
+    with pytest.raises(Unsupported, match="grouped_mlp_fwd"):
+        torch.compile(forward, backend="aot_eager", fullgraph=True)(x)
+    asserts.bitwise(torch.compile(forward, backend="aot_eager")(x), forward(x))
+
+
+def test_weights_of_any_number_of_groups_are_quantised() -> None:
+    def function(w: Tensor) -> Tensor:
+        return torch_bridge.dequantize(torch_bridge.quantize(w, "mxfp8", axis=(2, 1)))
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for groups in (2, 3, 5):
+            w = torch.randn(groups, 32, 64)
+            asserts.bitwise(compiled(w), function(w))
 
 
 @pytest.mark.rule("BUF-1")

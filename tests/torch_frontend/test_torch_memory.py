@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -390,10 +390,140 @@ def test_programs_run_their_steps() -> None:
     assert same is sizes
     assert leaves[0] is None, "a released leaf is still in the list"
     assert leaves[3] is sizes
-    with asserts.refused(ValueError, ["operand", "no tensor"]):
+    with asserts.refused(ValueError, ["value 0 has 8 bytes", "expected 24"]):
         _scaling_program().run([None, None, *_leaves()[2:]], 0)
     with asserts.refused(TypeError, ["a step", "Launcher"]):
         _scaling_program(steps=[("scale_rows", "no launcher", (), None, ())])
+
+
+def test_programs_forget_where_a_register_was() -> None:
+    """A register that is made again is another tensor, and one that no later step reads may be made again."""
+    specs = [("float32", (4, 4)), ("int32", (1,)), None]
+    plan = _native.plan("group_sum", "cpu", "", specs, [("float32", (1, 4))], {})
+    launcher, new = _native.Launcher(EXCHANGE, plan, [0, 1, -1, 2, -1]), (2, ((1, 4), (4, 1), torch.float32))
+    steps = [("first", launcher, (new,), None, [2]), ("second", launcher, (new,), None, [])]
+    kept: list[Tensor] = []
+
+    def empty(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+        kept.append(torch.zeros(shape, dtype=dtype))
+        return kept[-1]
+
+    program = _native.Program(EXCHANGE, steps, [2], [], 3, empty, _values_at)
+    (y,) = program.run([torch.ones(4, 4), torch.tensor([4], dtype=torch.int32)], 0)
+    for each in (y, *kept):
+        asserts.filled(each, 4.0)
+
+
+def test_leaves_live_while_a_table_is_made_of_them() -> None:
+    leaves: list[Any] = [[torch.ones(1)], torch.full((7,), 7.0)]
+    seen = weakref.ref(leaves[1])
+
+    def table_of(addresses: bytes) -> Tensor:
+        leaves.clear()
+        assert seen() is not None, "the second leaf is freed"
+        return _values_at(addresses)
+
+    _, second = _native.Program(EXCHANGE, [], [0, 1], [], 2, empty_on_cpu, table_of).run(leaves, 0)
+    asserts.filled(second, 7.0)
+
+
+def test_tensors_live_until_their_launch_returns() -> None:
+    """The list that the caller passes may change while other threads run; here it does just before."""
+    specs = [("float32", (2, 3)), ("float32", (2,)), ("int32", (1,)), None]
+    plan = _native.plan("scale_rows", "cpu", "", specs, [("float32", (2, 3))], {})
+    result = torch.empty(2, 3)
+    values = [torch.ones(2, 3), torch.full((2,), 2.0), torch.tensor([2], dtype=torch.int32), result]
+    seen = weakref.ref(values[0])
+
+    def threads() -> int:
+        values.clear()
+        assert seen() is not None, "the rows are freed before the launch"
+        return 1
+
+    exchange = _native.Exchange(Tensor, None, threads)
+    _native.Launcher(exchange, plan, [0, 1, 2, -1, 3, -1]).launch(values, 0)
+    asserts.filled(result, 2.0)
+
+
+def test_launchers_refuse_tensors_of_too_few_bytes() -> None:
+    call = _act_in_codes(40, 128)
+    plan = plans.plan(call, "cpu")
+    count = len(call.inputs) + len(call.outputs)
+    specs = [getattr(each, "values", each) for each in (*call.inputs, *call.outputs)]
+    present = [at for at, each in enumerate(specs) if each is not None]
+    registers = [present.index(at) if at in present else -1 for at in range(count)] + [len(present)]
+    assert plan.workspace_bytes
+    launcher = _native.Launcher(EXCHANGE, plan, registers)
+    whole = [
+        torch.zeros(specs[at].shape, dtype=getattr(torch, specs[at].dtype))  # pyrefly: ignore[missing-attribute]
+        for at in present
+    ]
+    room = torch.zeros(plan.workspace_bytes, dtype=torch.uint8)
+    launcher.launch([*whole, room], 0)
+    few = torch.zeros(1)
+    for at in (0, len(present) - 1):
+        for short in (few, few.expand(1 << 20)):
+            with asserts.refused(ValueError, [f"value {at} has 4 bytes", "expected"]):
+                launcher.launch([*whole[:at], short, *whole[at + 1 :], room], 0)
+    with asserts.refused(ValueError, ["workspace has 1 bytes"]):
+        launcher.launch([*whole, room[:1].expand(plan.workspace_bytes)], 0)
+
+
+def test_a_cache_may_be_asked_while_it_drops_what_it_kept() -> None:
+    cache = _native.FactsCache(EXCHANGE, 2, Several)
+    drops: list[int] = []
+
+    class Asking:
+        def __del__(self) -> None:
+            drops.append(len(cache))
+            for number in range(50):
+                cache.keep((torch.ones(3),), number, "another")
+
+    for at in range(100):
+        cache.keep((torch.ones(4),), at % 7, Asking())
+    assert len(drops) > 50
+    assert len(cache) <= 2
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: _native.Program(EXCHANGE, [], [], [], 0, len, len, None, ()), "current device"),
+        (lambda: _native.Program(EXCHANGE, [()], [], [], 0, len, len), "a step"),
+        (lambda: _native.Program(EXCHANGE, [], [()], [], 0, len, len), "a result"),
+        (lambda: _native.Program(EXCHANGE, [], [], [], 1 << 30, len, len), "registers"),
+        (lambda: _native.FactsCache(EXCHANGE, 3, tuple).find(((),)), "a layout and a tuple"),
+        (lambda: _native.FactsCache(EXCHANGE, 3, tuple).find(((1, 2),)), "a layout and a tuple"),
+        (lambda: _native.FactsCache(EXCHANGE, 3, int).find((3,)), "a layout and a tuple"),
+        (lambda: _run_kept(()), "starts with a Program"),
+        (lambda: _run_kept((None,)), "starts with a Program"),
+        (lambda: _run_kept(5), "starts with a Program"),
+        (lambda: _native.Launcher(EXCHANGE, 5, []), "a Plan"),
+        (lambda: _native.Launcher(5, 5, []), "an Exchange"),
+        (lambda: _scaling_program((5, ((7,), (1,)))), "a new tensor"),
+    ],
+)
+def test_programs_and_caches_refuse_what_they_cannot_read(make: Callable[[], Any], expected: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=expected):
+        make()
+
+
+def _run_kept(value: Any) -> Any:
+    cache, operands = _native.FactsCache(EXCHANGE, 3, Several), (torch.ones(2),)
+    cache.keep(operands, 0, value)
+    return cache.run(operands, 0)
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("operand", ["sizes", "weight"])
+def test_tensors_that_start_within_an_element_are_refused(operand: str) -> None:
+    sizes, weight = torch.tensor([2, 2], dtype=torch.int32), torch.ones(2, 16, 16)
+    if operand == "sizes":
+        sizes = torch.frombuffer(bytearray(16), dtype=torch.int32, count=2, offset=1)
+    else:
+        weight = torch.frombuffer(bytearray(4 * 512 + 2), dtype=torch.float32, offset=2).view(2, 16, 16)
+    with asserts.refused(ValueError, ["no multiple of 4 bytes", "clone"]):
+        grouped_linear(torch.ones(4, 16), weight, sizes)
 
 
 def test_programs_let_launches_be_watched() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import torch_bridge
 from grouped_core import recipes
@@ -442,6 +445,51 @@ def test_one_form_of_weights_serves_both_products(form: str, listed: bool, recip
     same(found[2], found[0])
     assert 0 < codes[1] == codes[0] // 2
     assert codes[2] == codes[0], "what is kept for further passes has both forms"
+
+
+@pytest.mark.rule("QNT-5")
+@pytest.mark.parametrize("by_flag", [False, True], ids=["first microbatch", "flag"])
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_amaxes_of_weights_are_found_where_an_evaluation_fills_the_cache(form: str, by_flag: bool) -> None:
+    """The first pass that trains merges them, so that the state is that of a layer without a cache."""
+    states = []
+    for cached in (False, True):
+        one = setup(form, False, recipe=DELAYED, **BF16)
+        for step in range(3):
+            with torch.no_grad():
+                for weight in one.weights:
+                    weight.mul_(1.5)
+            first, later = (True, False) if cached and not by_flag else (None, None)
+            for at, (flag, train) in enumerate(((first, False), (later, True), (later, True))):
+                if cached and by_flag:
+                    one.module.set_weight_update(step == 0 or at == 0)  # the first step makes all forms
+                with nullcontext() if train else torch.no_grad():
+                    y = one.module(one.x, one.sizes, is_first_microbatch=flag)
+                if train:
+                    y.backward(one.dy)
+            state = one.module.scaling_state
+            states.append((cached, step, state.history.clone(), state.scale.clone()))
+            update_scaling(state)
+    for (_, step, *plain), (_, _, *held) in zip(states[:3], states[3:], strict=True):
+        for got, wanted in zip(held, plain, strict=True):
+            asserts.bitwise(got, wanted, f"step {step}")
+
+
+@pytest.mark.rule("QNT-5")
+@pytest.mark.parametrize("recipe", [DELAYED, recipes.FP8Current, recipes.FP8Block, recipes.NVFP4], ids=lambda r: r.name)
+def test_selective_checkpointing_fills_an_empty_cache(recipe: Recipe) -> None:
+    context = partial(create_selective_checkpoint_contexts, list(nn.save_list()))
+    found = []
+    for selective in (False, True):
+        manual_seed(0)
+        layer = nn.GroupedMLP(2, 32, 32, dtype=torch.bfloat16, recipe=recipe)
+        x, sizes = leaf(torch.randn(8, 32).bfloat16()), torch.tensor([3, 5], dtype=torch.int32)
+        for first in (True, False):
+            forward = partial(layer, group_sizes=sizes, is_first_microbatch=first)
+            y = checkpoint(forward, x, use_reentrant=False, context_fn=context) if selective else forward(x)
+            y.sum().backward()
+        found.append([x.grad, *(each.grad for each in layer.parameters())])
+    same(found[1], found[0])
 
 
 @pytest.mark.rule("MAT-2", "ERR-1")

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from grouped_core.formats import Format, QTensor
 from torch_bridge._checks import local
-from torch_bridge._quantizing import Wanted, quantize_into, quantized
-from torch_bridge._tensors import members, parts_of
+from torch_bridge._quantizing import Wanted, quantize_into
+from torch_bridge._tensors import dtype_name, members, parts_of
+from torch_bridge.quantized_weight import empty_form
 
 _Key = tuple[int, Format, torch.dtype]  # contracted axis, format, dtype of the weights before quantisation
 
@@ -45,6 +46,7 @@ class WeightCache:
     def __init__(self) -> None:
         self._forms: dict[_Key, QTensor[Tensor]] = {}
         self._marks: dict[_Key, tuple[Any, Any]] = {}  # identify the weights and scales from which a form was made
+        self._measured: set[_Key] = set()  # forms whose amax was merged when they were made
         self._seen: tuple[Any, ...] | None = None  # mark of the weights at the last requested update
         self._skip: Tensor | None = None  # int32 [1]: if it is not zero, the forms are not written
         self.update: bool | None = None
@@ -98,6 +100,7 @@ class WeightCache:
         if any(each.values.device != source.device for each in self._forms.values()):
             self._forms.clear()  # the layer was moved
             self._marks.clear()
+            self._measured.clear()
         if self._skip is not None and self._skip.device != source.device:
             self.set_update(bool(self.update), source.device)
         keys: list[_Key] = [(axis, fmt, source.dtype) for axis, fmt in wanted]
@@ -114,6 +117,8 @@ class WeightCache:
         elif not first:
             due = [key for key in keys if self._marks.get(key, (None,))[0] != self._seen]
         mark = ((self.exchanges, *_mark(parameters)), scale_mark)
+        if amax is not None and not writes and not _capturing() and not self._measured.issuperset(keys):
+            due, skip = keys, None  # a pass that does not train made them: written again, their amax is found
         # A pending backward must not silently read changed forms. Several passes may be pending while weights and
         # scales do not change, because each writes the same content. Under a flag that also holds for weights that are
         # gathered again, whose changes cannot be detected.
@@ -123,6 +128,10 @@ class WeightCache:
             others = []
         with torch.inference_mode(False), torch.no_grad():  # buffers made here may be saved for backward later
             self._write(weight, due, scale, amax, skip, others)
+        if amax is not None:
+            self._measured |= set(due)
+        elif writes:
+            self._measured -= {key for key in due if self._marks.get(key) != mark}
         if writes:
             self._seen = mark[0]
         if writes or first is False:
@@ -155,19 +164,21 @@ class WeightCache:
             others: the keys of forms whose new content may differ from what earlier passes saved. Their versions are
                 incremented, so that autograd refuses a pending backward that would read them.
         """
-        held = [self._forms[key] for key in keys if key in self._forms]
         missing = [key for key in keys if key not in self._forms]
-        if held:
-            quantize_into(weight, held, scale=scale, amax=amax, skip=skip)
-            if changed := [self._forms[key] for key in others if key in self._forms]:
-                torch.autograd.graph.increment_version([part for form in changed for part in parts_of(form)])
-        if not missing:
-            return
-        if _capturing():
+        if missing and _capturing():
             raise RuntimeError(
                 "weight cache: a CUDA graph is captured and there are no buffers yet, expected ones from before the "
                 "capture; run a forward pass of the same kind first, as warm-up."
             )
-        wanted = tuple((axis, fmt) for axis, fmt, _ in missing)
-        made = quantized(weight, wanted, None, scale=scale, amax=amax)
-        self._forms |= dict(zip(missing, made, strict=True))
+        first = members(weight)[0]
+        shape = tuple(first.shape) if isinstance(weight, Tensor) else (len(weight), *first.shape)
+        for key in missing:
+            axis, fmt, dtype = key
+            self._forms[key] = empty_form(shape, axis, fmt, dtype_name(dtype), first.device)
+        held = [key for key in keys if key not in missing]
+        # Selective checkpointing expects the operators of the first pass when it computes them again.
+        for part, flag in ((held, skip), (missing, None)):
+            if part:
+                quantize_into(weight, [self._forms[key] for key in part], scale=scale, amax=amax, skip=flag)
+        if changed := [self._forms[key] for key in others if key in held]:
+            torch.autograd.graph.increment_version([part for form in changed for part in parts_of(form)])

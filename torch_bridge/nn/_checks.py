@@ -49,6 +49,16 @@ def check_recipe(name: str, recipe: Any) -> None:
         )
 
 
+def check_columns(layer: str, x: Any, columns: int, option: str) -> None:
+    """Refuses rows of another width than that of the layer, which its `option` gives. Raises ValueError."""
+    shape = getattr(x, "shape", ())
+    if len(shape) == 2 and shape[1] != columns:
+        raise ValueError(
+            f"`x` of {layer}: shape {tuple(shape)}, expected (M, {columns}) with {columns} = `{option}`; pass rows of "
+            f"{columns} columns, or make the layer with {option}={shape[1]}."
+        )
+
+
 def compute_dtype(x: Any, parameters: torch.dtype) -> torch.dtype:
     """Returns the dtype in which a layer computes: autocast's if it is on, otherwise that of its parameters."""
     return _autocast.dtype_of(x) or parameters

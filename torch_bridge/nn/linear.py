@@ -28,7 +28,15 @@ from torch_bridge._memory import OwnedTable
 from torch_bridge._tensors import home
 from torch_bridge.nn import _lora, _primary
 from torch_bridge.nn._cache import WeightCache
-from torch_bridge.nn._checks import cast_rows, check_microbatch, check_recipe, compute_dtype, parameter_dtype, positive
+from torch_bridge.nn._checks import (
+    cast_rows,
+    check_columns,
+    check_microbatch,
+    check_recipe,
+    compute_dtype,
+    parameter_dtype,
+    positive,
+)
 from torch_bridge.nn._scaling_state import ScaledModule, bound
 from torch_bridge.nn._state import adapt, hooked
 from torch_bridge.quantized_weight import QuantizedWeight
@@ -192,6 +200,7 @@ class GroupedLinear(ScaledModule):
 
         Raises what `grouped_linear` raises; RuntimeError if the cache is empty or older than the weights.
         """
+        check_columns("GroupedLinear", x, self.in_features, "in_features")
         if is_first_microbatch is not None:
             check_microbatch(is_first_microbatch)
         if self.quantized_weights and is_compiling():

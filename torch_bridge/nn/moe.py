@@ -132,7 +132,7 @@ class MoE(OrderedColumns):
     The losses are returned, not added: hidden state would count them twice under activation checkpointing.
 
     Args:
-        hidden: H. mlp_dim: F. num_experts: E. num_experts_per_tok: k.
+        hidden: H. mlp_dim: F. num_experts: E, at most 1024. num_experts_per_tok: k, at most 32.
         score, after_topk, normalize, scale, num_groups, topk_groups, group_topk, sinkhorn, capacity_factor, drop,
             aux_coeff, z_coeff: as in `route.topk_router`.
         jitter: as there, but only in training; each pass then draws its key from the device's generator.
