@@ -26,7 +26,16 @@ from grouped_core.products import (
     product,
     scale_rows,
 )
-from grouped_core.quantizing import NO_EXTRAS, Extras, Quantized, dequantize, given_form, given_forms, in_formats
+from grouped_core.quantizing import (
+    NO_EXTRAS,
+    Extras,
+    Quantized,
+    check_requantize,
+    dequantize,
+    given_form,
+    given_forms,
+    in_formats,
+)
 from grouped_core.recipes import Recipe
 
 
@@ -177,6 +186,7 @@ def formatted_operands(
     """Returns x and w in the formats that forward and the gradients in `needs` read, from one pass per operand."""
     x_spec, w_spec = operand_spec(run, x), operand_spec(run, w)
     recipe = op.resolve(x_spec, w_spec)
+    check_given_forms(op, recipe, x, w, w_spec, needs, has_scale)
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
     keep_w = keep_w and not is_read_as_is(recipe, w_spec, w)
     one = keep_w and saves_one_form(op, recipe, w_spec, w)
@@ -188,6 +198,28 @@ def formatted_operands(
     weights = in_formats(run, w, w_forms, None, requantize=again, **of_w)
     kept = (rows.forms[-1] if keep_x else x, weights.forms[-1] if keep_w else uncached(w))
     return FormattedOperands(rows.forms[0], weights.forms[0], *kept, Amaxes(rows.amax, weights.amax))
+
+
+def check_given_forms(
+    op: Linear, recipe: Recipe, x: Operand, w: Operand, weight: OperandSpec, needs: Needs, has_scale: bool
+) -> None:
+    """Refuses operands that are quantised already but lack a form that forward or backward reads, before anything runs.
+
+    Args:
+        weight: the spec of w.
+
+    Raises:
+        ValueError: such a form is missing, and the recipe does not allow to make it.
+    """
+    k_axis, n_axis = op.weight_axes()
+    of_x, of_w = [(1, recipe.forward[0])], [(k_axis, recipe.forward[1])]
+    if needs.w:
+        of_x.append((0, recipe.wgrad[0]))
+    if (needs.x or reads_values(op, needs, has_scale)) and not is_read_as_is(recipe, weight, w):
+        of_w.append((n_axis, recipe.dgrad[1]))
+    for name, operand, forms in ((op.names.x, x, of_x), (op.names.w, w, of_w)):
+        if isinstance(operand, QTensor) and given_forms(operand, quantized_only(forms)) is None:
+            check_requantize(operand, quantized_only(forms), recipe.requantize, name)
 
 
 def uncached(w: Operand) -> Operand:

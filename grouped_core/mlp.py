@@ -271,11 +271,14 @@ def formatted_first(
     backward. It saves the weight too where a product of backward reads that.
     """
     again, cached = op.residuals.policy == "save_input", isinstance(wi, Cached)
+    first, w_spec = op.fc1(), operand_spec(run, wi)
+    recipe = first.resolve(operand_spec(run, x), w_spec)
+    asked = Needs(needs.x, needs.wi and op.keeps_rows, False, False)
+    gradients.check_given_forms(first, recipe, x, wi, w_spec, asked, False)
     rows = needs.wi and not again and op.keeps_rows
     asked = Needs(needs.x and (cached or not again), rows, False, False)
-    read = gradients.formatted_operands(run, op.fc1(), x, wi, group_sizes, extras, asked)
+    read = gradients.formatted_operands(run, first, x, wi, group_sizes, extras, asked)
     if again and isinstance(wi, Cached):
-        recipe = op.fc1().resolve(operand_spec(run, x), operand_spec(run, wi))
         dgrad_reads = recipe.dgrad[1].plain or recipe.saved_weights == "input"
         reads_source = recipe.forward[1].plain or (needs.x and dgrad_reads)
         return read._replace(kept_w=wi if reads_source else wi.forms)

@@ -407,16 +407,22 @@ def _values(
     return dequantize(run, q, group_sizes, q.dtype)
 
 
-def check_requantize(q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requantize: str | None) -> None:
+def check_requantize(
+    q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requantize: str | None, name: str = ""
+) -> None:
     """Refuses a quantised operand that lacks a form, unless the recipe allows making it from the dequantised values.
+
+    Args:
+        name: that of the argument, where it is known.
 
     Raises:
         ValueError: the recipe does not allow it, or the values are rotated.
     """
+    of = f"`{name}`: " if name else ""
     if requantize is not None:
         if unrotated(q).format.rotate:
             raise ValueError(
-                f"quantised rows {q.shape}: only a rotated {q.format.name} form, expected one that is not rotated, "
+                f"{of}quantised rows {q.shape}: only a rotated {q.format.name} form, expected one that is not rotated, "
                 "to make another from; pass the form along features too (`quantize` with both axes)."
             )
         return
@@ -428,8 +434,8 @@ def check_requantize(q: QTensor[Any], wanted: Sequence[tuple[int, Format]], requ
     one = len(q.shape) == 3 and fmt.one_scale and fmt.layout == q.format.layout
     shared = "saved_weights='forward', for which one form is enough, or " if one else ""
     raise ValueError(
-        f"{operand} {q.shape}: {found}, expected {_shown(fmt)} along axis {axis}, which a product reads; pass {form}, "
-        f"pass the plain array, or a recipe with {shared}requantize='from_dequantized'."
+        f"{of}{operand} {q.shape}: {found}, expected {_shown(fmt)} along axis {axis}, which a product reads; pass "
+        f"{form}, pass the plain array, or a recipe with {shared}requantize='from_dequantized'."
     )
 
 

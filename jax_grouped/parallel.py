@@ -113,7 +113,6 @@ def moe(
         ValueError, TypeError: a shape, dtype or option does not fit.
     """
     function = _parallel_moe.FUNCTION
-    linear_spec.check_keywords(function, routing, moe, route.topk_router)
     x, router = as_array("x", x, "[T, H]"), as_array("router", router, "[H, E]")
     check_rank("moe", "x", "x", x.shape, of=function)
     check_rank("moe", "router", "router", router.shape, of=function)
@@ -164,6 +163,7 @@ def moe(
         check_vma=as_flag("check_vma", check_vma),
     )
     check_moe(plan, arrays)
+    linear_spec.check_keywords(function, routing, moe, route.topk_router)
     if name == "ragged_all_to_all":
         _ragged.warn_about_flags(jax.default_backend())
     if _mesh.is_inside(function, axes):

@@ -27,11 +27,11 @@ from torch_bridge import _autocast, _codec, _exchange, _routing, _symmetric, mai
 from torch_bridge._args import Accumulators, Members
 from torch_bridge._checks import check_group, check_operand
 from torch_bridge._expert_lora import AdapterOptions, check_adapters
-from torch_bridge._router import router_logits
+from torch_bridge._router import check_routing, router_logits
 from torch_bridge._serialized import name_in_files
 from torch_bridge._tensors import E8M0, StraightThrough, dtype_name, rows_spec
 from torch_bridge.moe import SharedExpert, experts_held, of_shared
-from torch_bridge.route import MoEAux, Permutation, check_routing, topk_router
+from torch_bridge.route import MoEAux, Permutation, topk_router
 from torch_bridge.routed import routed_mlp
 from torch_bridge.sizes import saturate
 

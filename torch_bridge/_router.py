@@ -5,6 +5,8 @@ Backward keeps the tokens themselves. Letters: T tokens, H hidden size, E expert
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from grouped_core import router_product, routing_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import WIDE
-from grouped_core.linear_spec import Linear, Names
+from grouped_core.linear_spec import Linear, Names, check_keywords
 from grouped_core.ranks import check_rank
 from torch_bridge._checks import check_operand, refuse_transforms
 from torch_bridge._compiling import allow_in_graph, is_compiling
@@ -21,9 +23,19 @@ from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, differentiate_once, save
 from torch_bridge._symbols import settle_rows
 from torch_bridge._tensors import dtype_name, fixed_spec, rows_spec
+from torch_bridge.route import topk_router
 from torch_bridge.sizes import every_row
 
 _OP = Linear(Names("x", "router"), transposed=True)
+
+
+_ROUTING = frozenset(inspect.signature(topk_router).parameters)
+
+
+def check_routing(function: str, kind: Callable[..., Any], routing: Mapping[str, Any]) -> None:
+    """Refuses keywords of `function`, a layer `kind`, that `topk_router` does not have. Raises TypeError."""
+    if any(name not in _ROUTING for name in routing):  # in a graph nothing else is traced
+        check_keywords(function, routing, kind, topk_router)
 
 
 def router_logits(x: Tensor, router: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from torch_bridge import _codec
 from torch_bridge._args import Accumulators, Members, is_pair
 from torch_bridge._checks import check_operand
-from torch_bridge._router import router_logits
+from torch_bridge._router import check_routing, router_logits
 from torch_bridge._serialized import name_in_files
 from torch_bridge._tensors import StraightThrough, fixed_spec
 from torch_bridge.mlp import grouped_mlp
-from torch_bridge.route import MoEAux, check_routing, topk_router
+from torch_bridge.route import MoEAux, topk_router
 from torch_bridge.routed import routed_mlp
 
 

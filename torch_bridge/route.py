@@ -7,8 +7,7 @@ here), V vocabulary.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from grouped_core import routing_spec
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import as_flag
-from grouped_core.linear_spec import check_keywords, check_made_by
+from grouped_core.linear_spec import check_made_by
 from grouped_core.routing_spec import Router, router_option
 from grouped_core.routing_spec import alignment_for as alignment_for
 from torch_bridge import _codec, _routing
@@ -159,15 +158,6 @@ def topk_router(
         "topk_router", logits, k, options, bias, mask, experts, key, sequence_sizes, group, place
     )
     return weights, chosen, MoEAux(load, aux_loss, z_loss, dropped, overflow, entropy)
-
-
-_ROUTING = frozenset(inspect.signature(topk_router).parameters)
-
-
-def check_routing(function: str, kind: Callable[..., Any], routing: Mapping[str, Any]) -> None:
-    """Refuses keywords of `function`, a layer `kind`, that `topk_router` does not have. Raises TypeError."""
-    if any(name not in _ROUTING for name in routing):  # in a graph nothing else is traced
-        check_keywords(function, routing, kind, topk_router)
 
 
 def _check_sequences(sequence_sizes: Any, process_group: Any) -> None:

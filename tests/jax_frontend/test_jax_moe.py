@@ -513,6 +513,16 @@ def test_a_keyword_that_no_part_of_a_layer_has_is_named() -> None:
         nnx.MoE(H, F, E, K, rngs=flax_nnx.Rngs(0), **options)
 
 
+@pytest.mark.rule("ERR-1")
+def test_a_router_of_another_width_and_unknown_keywords_are_named() -> None:
+    x, router, wi, wo = (jnp.asarray(draw(*shape)) for shape in ((3, H), (H, E), (E, H, 2 * F), (E, F, H)))
+    with asserts.refused(ValueError, ("`router` of moe", f"({H - 1}, {E})", f"[H, E] with H = {H}", "one column")):
+        jax_grouped.moe(x, router[1:], wi, wo, K)
+    unknown: Any = {"foo": 1}
+    with asserts.refused(TypeError, ("`foo` of moe", "expected no such keyword", "score", "activation")):
+        jax_grouped.moe(x, router, wi, wo, K, **unknown)
+
+
 @pytest.mark.rule("ERR-1", "LYR-12")
 def test_a_shared_expert_is_one() -> None:
     x, router, wi, wo = (jnp.asarray(draw(*shape)) for shape in ((3, H), (H, E), (E, H, 2 * F), (E, F, H)))

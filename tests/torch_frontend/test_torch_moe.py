@@ -607,6 +607,21 @@ def test_activation_and_residuals_of_a_layer_are_fixed() -> None:
             ["`x` of MoE", f"(2, {H + 1})", f"H = {H}", "`router.weight`", f"({E}, {H})", "pass tokens"],
         ),
         (
+            lambda: moe(torch.zeros(2, H), torch.zeros(E, H), torch.zeros(0), torch.zeros(0), K, foo=1),
+            TypeError,
+            ["`foo` of moe", "no such keyword", "leave it out", "score", "activation"],
+        ),
+        (
+            lambda: nn.GroupedMLP(E, H, F)(torch.zeros(2, H + 1), [2] * E),
+            ValueError,
+            ["`x` of GroupedMLP", f"(2, {H + 1})", f"(M, {H})", "`hidden`", f"hidden={H + 1}"],
+        ),
+        (
+            lambda: nn.GroupedLinear(E, H, F)(torch.zeros(2, H + 1), [2] * E),
+            ValueError,
+            ["`x` of GroupedLinear", f"(2, {H + 1})", f"(M, {H})", "`in_features`", f"in_features={H + 1}"],
+        ),
+        (
             lambda: moe(torch.zeros(2, H), torch.zeros(H, E, 1), torch.zeros(1), torch.zeros(1), K),
             ValueError,
             ["`router` of moe", "two axes [E, H]", "reshape"],

@@ -497,8 +497,15 @@ def test_a_weight_without_the_form_of_dgrad_is_told_of_the_recipe_that_needs_non
     x, w = leaf(torch.randn(4, 48).bfloat16()), torch.randn(2, 32, 48).bfloat16()
     sizes = torch.tensor([3, 1], dtype=torch.int32)
     one = quantize(w, "fp8_tensor", axis=2)
-    with asserts.refused(ValueError, ["fp8_tensor along axis 2", "saved_weights='forward'", "requantize"]):
-        grouped_linear(x, one, sizes, rhs_transposed=True, recipe=recipes.FP8Current)
+    for saved in ("auto", "quantized", "input"):  # the last one would read it in backward alone
+        recipe = recipes.FP8Current.replace(saved_weights=saved)
+        words = ["fp8_tensor along axis 2", "saved_weights='forward'", "requantize"]
+        with asserts.refused(ValueError, ["`weight`: ", *words]):
+            grouped_linear(x, one, sizes, rhs_transposed=True, recipe=recipe)
+        for policy in ("save_fc1", "save_input"):
+            wo = torch.randn(2, 48, 16).bfloat16()
+            with asserts.refused(ValueError, ["`wi`: ", *words]):
+                grouped_mlp(x, one, wo, sizes, rhs_transposed=True, recipe=recipe, residuals=policy)
     with asserts.refused(ValueError, ["mxfp8 along axis 2"]) as message:
         grouped_linear(x, quantize(w, "mxfp8", axis=2), sizes, rhs_transposed=True, recipe=recipes.MXFP8)
     assert "saved_weights" not in message[0]

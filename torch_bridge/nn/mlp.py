@@ -234,7 +234,7 @@ class GroupedMLP(OrderedColumns, ScaledModule):
         max_rows: int | None = None,
     ) -> Tensor:
         """`forward`; with `routed` that of tokens, and `group_sizes` and `probs` are their experts and weights."""
-        check_columns("GroupedMLP", x, self._modules["linear_fc1"].in_features, "hidden")
+        check_columns("GroupedMLP", x, self._layers()[0].in_features, "hidden")
         if first is not None:
             check_microbatch(first)
         operands = (*self._as_given, x, group_sizes, probs, out, grad_input, self.scaling_state, first)
