@@ -196,6 +196,11 @@ def _read(notes: dict[str, Any]) -> Recorded:
     return Recorded(notes["layout"], layers, groups, indexed, formats, notes["ranks"])
 
 
+def _shown(place: str) -> str:
+    """A layer in a message, by its place in the model."""
+    return f"`{place}`" if place else "the one layer"
+
+
 def check_activations(found: Recorded, activations: Mapping[str, Activation], where: str) -> None:
     """Refuses a checkpoint whose experts have other activations than those of the model, apart from the columns' order.
 
@@ -208,7 +213,7 @@ def check_activations(found: Recorded, activations: Mapping[str, Activation], wh
             ours, interleave=None
         ):
             raise ValueError(
-                f"checkpoint `{where}`: the activation of `{place}` is {theirs}, expected {ours} of the model; make "
+                f"checkpoint `{where}`: the activation of {_shown(place)} is {theirs}, expected {ours} of the model; make "
                 "the model with that activation, or load into its tensors, a tree."
             )
 
@@ -242,6 +247,6 @@ def check_agreement(
         )
     for place, recorded, wanted in reordered(found, blocks):
         raise ValueError(
-            f"checkpoint `{where}`: columns of `{place}` with interleave {recorded}, expected {wanted} of the model; "
+            f"checkpoint `{where}`: columns of {_shown(place)} with interleave {recorded}, expected {wanted} of the model; "
             f"convert them with checkpoint.convert(..., interleave=({recorded}, {wanted})), or pass convert=True."
         )
