@@ -213,8 +213,8 @@ def check_activations(found: Recorded, activations: Mapping[str, Activation], wh
             ours, interleave=None
         ):
             raise ValueError(
-                f"checkpoint `{where}`: the activation of {_shown(place)} is {theirs}, expected {ours} of the model; make "
-                "the model with that activation, or load into its tensors, a tree."
+                f"checkpoint `{where}`: the activation of {_shown(place)} is {theirs}, expected {ours} of the model; "
+                "make the model with that activation, or load into its tensors, a tree."
             )
 
 
@@ -247,6 +247,7 @@ def check_agreement(
         )
     for place, recorded, wanted in reordered(found, blocks):
         raise ValueError(
-            f"checkpoint `{where}`: columns of {_shown(place)} with interleave {recorded}, expected {wanted} of the model; "
-            f"convert them with checkpoint.convert(..., interleave=({recorded}, {wanted})), or pass convert=True."
+            f"checkpoint `{where}`: columns of {_shown(place)} with interleave {recorded}, expected {wanted} of the "
+            f"model; convert them with checkpoint.convert(..., interleave=({recorded}, {wanted})), or pass "
+            "convert=True."
         )

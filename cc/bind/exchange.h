@@ -36,7 +36,7 @@ class Exchange {
   // What `threads` says now; 0: as many as there are.
   int threads() const;
 
-  // False, without a Python error, for what is no tensor in plain memory, whose addresses are multiples of elements.
+  // False, without a Python error, for what is no tensor in plain memory, or starts within an element.
   bool view(PyObject* object, DlTensor* out) const;
 
   // Throws std::invalid_argument for what is no tensor in plain memory.
