@@ -156,6 +156,19 @@ def test_codes_without_hopper(arch, dtypes):
         assert plan.kernel == f"grouped_matmul_{wanted}", plan.refusals
 
 
+@pytest.mark.rule("ERR-3")
+@pytest.mark.parametrize(("k", "takes"), [(2**27 - 2**20, True), (2**27, False)])
+def test_lines_of_scales_have_offsets_of_32_bits(k, takes):
+    """Of the 256 columns that a block of few rows takes: behind 2^31 bytes another kernel has to read them."""
+    compiled("sm_90a")
+    x, sizes = ArraySpec((4, k), "bfloat16"), ArraySpec((1,), "int32")
+    weight = calls.spec_in_format(FORMATS["nvfp4"], (1, 256, k), 2, "bfloat16", 1)
+    call = calls.grouped_matmul(x, weight, (1, 2), sizes, "bfloat16", recipe=plain("bfloat16"))
+    plan = plans.attempt(call, "sm_90a")
+    assert (plan.kernel == "grouped_matmul_weight_only_sm90") == takes, plan.refusals
+    assert any("lines of scales" in reason for _, reason in plan.refusals) != takes
+
+
 @pytest.mark.rule("ERR-3", "MAT-3")
 @pytest.mark.parametrize("arch", DEFAULT)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
