@@ -218,8 +218,8 @@ def check_given_forms(
     if (needs.x or reads_values(op, needs, has_scale)) and not is_read_as_is(recipe, weight, w):
         of_w.append((n_axis, recipe.dgrad[1]))
     for name, operand, forms in ((op.names.x, x, of_x), (op.names.w, w, of_w)):
-        if isinstance(operand, QTensor) and given_forms(operand, quantized_only(forms)) is None:
-            check_requantize(operand, quantized_only(forms), recipe.requantize, name)
+        if isinstance(operand, QTensor) and given_forms(operand, forms) is None:
+            check_requantize(operand, forms, recipe.requantize, name)
 
 
 def uncached(w: Operand) -> Operand:

@@ -86,11 +86,36 @@ def _define(name: str, schema: str, rule: Rule) -> None:
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, partial(_execute, rule), device)
     torch.library.register_fake(f"torch_bridge::{name}", partial(_fake_results, rule), lib=_LIBRARY)
-    if name == rule.name:
-        torch.library.register_autograd(f"torch_bridge::{name}", partial(_refuse_backward, name), lib=_LIBRARY)
+    _LIBRARY.impl(name, partial(_without_backward, name), "Autograd")
 
 
-def _refuse_backward(name: str, *_: Any) -> Any:
+def _without_backward(name: str, *arguments: Any) -> Any:
+    """Runs an operator where autograd sees it, as in programs of torch.export: gradients must not end there unseen."""
+    if torch.is_grad_enabled() and any(each.requires_grad for each in arguments[0]):
+        return _Ends.apply(name, arguments, *arguments[0])
+    return _below_autograd(name, arguments)
+
+
+def _below_autograd(name: str, arguments: tuple[Any, ...]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(torch.ops.torch_bridge, name).default(*arguments)
+
+
+class _Ends(torch.autograd.Function):
+    """An operator whose backward is refused. Its tensors are given once more, because autograd looks into no list."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, arguments: tuple[Any, ...], *_: Tensor) -> Any:
+        ctx.name = name
+        found = _below_autograd(name, arguments)
+        return tuple(found) if isinstance(found, list) else found
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        _refuse_backward(ctx.name)
+
+
+def _refuse_backward(name: str) -> None:
     raise NotImplementedError(
         f"backward of the operator torch_bridge::{name}: expected none, because derivatives belong to functions and "
         "layers, not to their operators; programs of torch.export hold operators alone, so train the module itself, or "

@@ -41,8 +41,11 @@ def with_forms(
     *,
     training: bool,
 ) -> Any:
-    """Returns a weight together with the requested quantised forms that its layer keeps, if it keeps any."""
-    if cache is None or not wanted or isinstance(weight, QTensor):
+    """Returns a weight together with the requested quantised forms that its layer keeps, if it keeps any.
+
+    A pass that reads no form updates those that others will read, where it is one that updates.
+    """
+    if cache is None or isinstance(weight, QTensor):
         return weight
     amax, mark = None, ()
     if scaling.states:
@@ -50,4 +53,4 @@ def with_forms(
         amax = state.history[first + WEIGHT, 0] if training else None
         mark = () if state.scale.is_inference() else (state.scale.data_ptr(), state.scale._version)
     forms = cache(weight, wanted, scaling.scale(product, WEIGHT), amax, mark)
-    return Cached(weight, quantizing.joined(list(forms)))
+    return Cached(weight, quantizing.joined(list(forms))) if forms else weight

@@ -104,8 +104,8 @@ class Prepared {
       : call_(decode_call<Call>(inputs, outputs, params)) {
     if (!parse_arch(std::string(arch), &target_)) {
       throw std::invalid_argument("arch \"" + std::string(arch) +
-                                  "\" is unknown; expected \"cpu\", or \"sm_\" and a compute capability, such as "
-                                  "\"sm_80\", \"sm_89\" or \"sm_90a\"; pass one of these forms");
+                                  "\" is unknown; expected \"cpu\", \"sm_\" and a compute capability, such as "
+                                  "\"sm_80\" or \"sm_100\", or \"sm_90a\"; pass one of these forms");
     }
     std::string wrong = illegal(call_);
     if (wrong.empty()) wrong = disagreement(call_);

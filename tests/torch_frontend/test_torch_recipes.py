@@ -475,6 +475,82 @@ def test_amaxes_of_weights_are_found_where_an_evaluation_fills_the_cache(form: s
             asserts.bitwise(got, wanted, f"step {step}")
 
 
+def _linear_of(recipe: Recipe) -> tuple[Any, Callable[..., Tensor]]:
+    """A layer, and a pass of it, which gives the gradient of x, or y where it does not train."""
+    manual_seed(0)
+    layer = nn.GroupedLinear(2, 32, 32, bias=False, dtype=torch.bfloat16, recipe=recipe, single_grouped_weight=True)
+    rows, sizes = torch.randn(8, 32).bfloat16(), torch.tensor([4, 4], dtype=torch.int32)
+
+    def run(first: bool | None = None, *, trains: bool = True, of_x: bool = True) -> Any:
+        x = rows.clone().requires_grad_(of_x)
+        with nullcontext() if trains else torch.no_grad():
+            y = layer(x, sizes, is_first_microbatch=first)
+        if trains:
+            y.float().sum().backward()
+        return x.grad if trains else y
+
+    return layer, run
+
+
+@pytest.mark.rule("QNT-6")
+@pytest.mark.parametrize("recipe", [DELAYED, recipes.FP8Current], ids=lambda r: r.name)
+def test_a_flag_that_is_false_keeps_codes_of_older_weights(recipe: Recipe) -> None:
+    """A pass that looks for their amax does not write them, as a replay would not."""
+    layer, run = _linear_of(recipe)
+    layer.set_weight_update(True)
+    run()
+    with torch.no_grad():
+        layer.weight.mul_(1.5)
+    kept = run(trains=False)
+    with torch.no_grad():
+        layer.weight.mul_(-3)
+    layer.set_weight_update(False)
+    asserts.bitwise(run(trains=False), kept)
+    run()
+    asserts.bitwise(run(trains=False), kept)
+
+
+@pytest.mark.rule("QNT-5", "QNT-6")
+@pytest.mark.parametrize("base", [DELAYED, recipes.FP8Current, recipes.FP8Block], ids=lambda r: r.name)
+def test_passes_that_read_no_form_update_those_of_others(base: Recipe) -> None:
+    """Forward reads the weight itself, so that a pass without dx wants none of its forms."""
+    layer, run = _linear_of(base.replace(name="plain forward", forward=recipes.BF16.forward))
+    layer.set_weight_update(True)
+    run()
+    with torch.no_grad():
+        layer.weight.mul_(-3)
+    run(trains=False)
+    layer.set_weight_update(False)
+    found = run()
+    layer.set_weight_update(True)
+    asserts.bitwise(run(), found)
+
+
+@pytest.mark.rule("QNT-5")
+def test_forms_of_an_older_scale_are_made_again() -> None:
+    """Scales change without the weights where an optimizer skips a step, and an evaluation makes one form alone."""
+    (plain, run_plain), (held, run_held) = _linear_of(DELAYED), _linear_of(DELAYED)
+
+    def both(first: bool, **options: bool) -> tuple[Tensor, Tensor]:
+        return run_plain(None, **options), run_held(first, **options)
+
+    def change(factor: float) -> None:
+        both(True)
+        with torch.no_grad():
+            for layer in (plain, held):
+                layer.weight.mul_(factor)
+        both(True)
+        for layer in (plain, held):
+            update_scaling(layer.scaling_state)
+
+    change(1.0)
+    change(1.7)
+    both(True, trains=False)
+    both(False, of_x=False)
+    wanted, found = both(False)
+    asserts.bitwise(found, wanted)
+
+
 @pytest.mark.rule("QNT-5")
 @pytest.mark.parametrize("recipe", [DELAYED, recipes.FP8Current, recipes.FP8Block, recipes.NVFP4], ids=lambda r: r.name)
 def test_selective_checkpointing_fills_an_empty_cache(recipe: Recipe) -> None:
@@ -509,6 +585,10 @@ def test_a_weight_without_the_form_of_dgrad_is_told_of_the_recipe_that_needs_non
     with asserts.refused(ValueError, ["mxfp8 along axis 2"]) as message:
         grouped_linear(x, quantize(w, "mxfp8", axis=2), sizes, rhs_transposed=True, recipe=recipes.MXFP8)
     assert "saved_weights" not in message[0]
+    rows = quantize(x.detach(), recipes.FP8Current.forward[0], axis=(1, 0), group_sizes=sizes)
+    for recipe in (None, recipes.FP8Current.replace(name="plain wgrad", wgrad=recipes.BF16.wgrad)):
+        with asserts.refused(ValueError, ["`x`: ", "expected bf16 along axis 0", "a recipe that reads its format"]):
+            grouped_linear(rows, leaf(torch.randn(2, 32, 48).bfloat16()), sizes, rhs_transposed=True, recipe=recipe)
     forward = recipes.FP8Current.replace(saved_weights="forward")
     grouped_linear(x, one, sizes, rhs_transposed=True, recipe=forward).sum().backward()
     assert x.grad is not None

@@ -47,7 +47,8 @@ class WeightCache:
         self._forms: dict[_Key, QTensor[Tensor]] = {}
         self._marks: dict[_Key, tuple[Any, Any]] = {}  # identify the weights and scales from which a form was made
         self._measured: set[_Key] = set()  # forms whose amax was merged when they were made
-        self._seen: tuple[Any, ...] | None = None  # mark of the weights at the last requested update
+        self._seen: tuple[Any, Any] | None = None  # mark of the weights and scales at the last requested update
+        self._fresh: set[_Key] = set()  # forms that were written by that update, or since
         self._skip: Tensor | None = None  # int32 [1]: if it is not zero, the forms are not written
         self.update: bool | None = None
         self.exchanges = 0
@@ -101,10 +102,13 @@ class WeightCache:
             self._forms.clear()  # the layer was moved
             self._marks.clear()
             self._measured.clear()
+            self._fresh.clear()
         if self._skip is not None and self._skip.device != source.device:
             self.set_update(bool(self.update), source.device)
         keys: list[_Key] = [(axis, fmt, source.dtype) for axis, fmt in wanted]
         writes = self.update if first is None else first
+        if not keys and not writes:
+            return []
         if not writes and (reason := self._stale(keys, parameters, by_flag=first is None)):
             raise RuntimeError(
                 f"weight cache of {name}: {reason}, expected forms of the current weights; run the first "
@@ -115,16 +119,19 @@ class WeightCache:
         if first is None:  # update all existing forms, so that no pass finds two forms of different weights
             due, skip = [*dict.fromkeys([*(key for key in self._forms if key[2] == source.dtype), *keys])], self._skip
         elif not first:
-            due = [key for key in keys if self._marks.get(key, (None,))[0] != self._seen]
+            due = [key for key in keys if key not in self._fresh]
         mark = ((self.exchanges, *_mark(parameters)), scale_mark)
-        if amax is not None and not writes and not _capturing() and not self._measured.issuperset(keys):
-            due, skip = keys, None  # a pass that does not train made them: written again, their amax is found
+        known = None not in mark[0]
+        # A pass that does not train finds no amax. Forms that it made are written again, with the same content.
+        same = first is not None or (known and not _capturing() and all(self._marks.get(key) == mark for key in keys))
+        if amax is not None and not writes and same and not self._measured.issuperset(keys):
+            due, skip = keys, None
         # A pending backward must not silently read changed forms. Several passes may be pending while weights and
         # scales do not change, because each writes the same content. Under a flag that also holds for weights that are
         # gathered again, whose changes cannot be detected.
-        unknown = first is not None and None in mark[0]
+        unknown = first is not None and not known
         others = [key for key in due if unknown or self._marks.get(key) != mark]
-        if first is None and (not writes or self._seen is None or mark[0][0] != self._seen[0] or _capturing()):
+        if first is None and (not writes or self._seen is None or mark[0][0] != self._seen[0][0] or _capturing()):
             others = []
         with torch.inference_mode(False), torch.no_grad():  # buffers made here may be saved for backward later
             self._write(weight, due, scale, amax, skip, others)
@@ -133,9 +140,12 @@ class WeightCache:
         elif writes:
             self._measured -= {key for key in due if self._marks.get(key) != mark}
         if writes:
-            self._seen = mark[0]
+            if mark != self._seen or not known:
+                self._fresh.clear()
+            self._seen = mark
         if writes or first is False:
             self._marks |= dict.fromkeys(due, mark)
+            self._fresh |= set(due)
         return [self._forms[key] for key in keys]
 
     def _stale(self, keys: Sequence[_Key], parameters: Sequence[Any], *, by_flag: bool) -> str | None:
@@ -144,7 +154,7 @@ class WeightCache:
             return "empty"
         if by_flag:
             return None if all(key in self._forms for key in keys) else "without the form that this pass reads"
-        if (self.exchanges, *_mark(parameters)) == self._seen:
+        if (self.exchanges, *_mark(parameters)) == self._seen[0]:
             return None
         return "older than the weights, which were written since, or gathered again, as FSDP2 does after resharding"
 
