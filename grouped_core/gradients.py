@@ -144,6 +144,7 @@ def linear_forward(
         operand_spec(run, out),
     )
     recipe = op.resolve(x_spec, w_spec)
+    check_given_forms(op, recipe, x, w, w_spec, needs, has_scale=row_scale is not None)
     read = formatted_operands(run, op, x, w, group_sizes, extras, needs, has_scale=row_scale is not None)
     saved = linear_saved(op, needs, bias is not None, row_scale is not None)
     y = product(
@@ -186,7 +187,6 @@ def formatted_operands(
     """Returns x and w in the formats that forward and the gradients in `needs` read, from one pass per operand."""
     x_spec, w_spec = operand_spec(run, x), operand_spec(run, w)
     recipe = op.resolve(x_spec, w_spec)
-    check_given_forms(op, recipe, x, w, w_spec, needs, has_scale)
     keep_x, keep_w = keeps_forms(op, recipe, needs, has_scale)
     keep_w = keep_w and not is_read_as_is(recipe, w_spec, w)
     one = keep_w and saves_one_form(op, recipe, w_spec, w)
@@ -201,23 +201,19 @@ def formatted_operands(
 
 
 def check_given_forms(
-    op: Linear, recipe: Recipe, x: Operand, w: Operand, weight: OperandSpec, needs: Needs, has_scale: bool
+    op: Linear, recipe: Recipe, x: Operand, w: Operand, weight: OperandSpec, needs: Needs, *, has_scale: bool = False
 ) -> None:
     """Refuses operands that are quantised already but lack a form that forward or backward reads, before anything runs.
 
     Args:
-        weight: the spec of w.
+        weight: the spec of w. needs: gradients that backward will compute, whatever forward saves for them.
 
     Raises:
         ValueError: such a form is missing, and the recipe does not allow to make it.
     """
-    k_axis, n_axis = op.weight_axes()
-    of_x, of_w = [(1, recipe.forward[0])], [(k_axis, recipe.forward[1])]
-    if needs.w:
-        of_x.append((0, recipe.wgrad[0]))
-    if (needs.x or reads_values(op, needs, has_scale)) and not is_read_as_is(recipe, weight, w):
-        of_w.append((n_axis, recipe.dgrad[1]))
-    for name, operand, forms in ((op.names.x, x, of_x), (op.names.w, w, of_w)):
+    through_weight = needs.x or reads_values(op, needs, has_scale)
+    of_w = weight_forms(op, recipe, through_weight and not is_read_as_is(recipe, weight, w))
+    for name, operand, forms in ((op.names.x, x, row_forms(recipe, needs.w)), (op.names.w, w, of_w)):
         if isinstance(operand, QTensor) and given_forms(operand, forms) is None:
             check_requantize(operand, forms, recipe.requantize, name)
 

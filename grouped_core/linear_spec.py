@@ -387,14 +387,34 @@ def check_wgrad_dtype(op: Linear, accumulator: ArraySpec) -> None:
         )
 
 
+def wrong_width(
+    layer: str, x: Sequence[int], width: int, option: str, weight: str, of_weight: Sequence[int]
+) -> ValueError:
+    """The error for rows of another width than that of a layer.
+
+    Args:
+        x: the shape of the rows. option: the layer's option for `width`. weight, of_weight: the name and the shape of
+            the parameter that they meet.
+    """
+    return ValueError(
+        f"`x` of {layer}: shape {tuple(x)}, expected {width} columns = `{option}`, to match `{weight}` "
+        f"{tuple(of_weight)}; pass rows of {width} columns, or make the layer with {option}={x[-1]}."
+    )
+
+
+@lru_cache(maxsize=64)
+def _keywords(*kinds: Callable[..., Any]) -> frozenset[str]:
+    every = [each for kind in kinds for each in inspect.signature(kind).parameters.values()]
+    return frozenset([each.name for each in every if each.kind is each.KEYWORD_ONLY]) - {"scale_bias"}
+
+
 def check_keywords(layer: str, given: Iterable[str], *kinds: Callable[..., Any]) -> None:
     """Refuses a keyword of `layer` that none of the layers `kinds`, which get its keywords, has. Raises TypeError.
 
     Without this check the innermost layer would refuse it, by a name that the user did not write. No MLP takes
     `scale_bias`.
     """
-    every = [each for kind in kinds for each in inspect.signature(kind).parameters.values()]
-    known = {each.name for each in every if each.kind is each.KEYWORD_ONLY} - {"scale_bias"}
+    known = _keywords(*kinds)
     for name in given:
         if name not in known:
             raise TypeError(

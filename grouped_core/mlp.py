@@ -274,7 +274,7 @@ def formatted_first(
     first, w_spec = op.fc1(), operand_spec(run, wi)
     recipe = first.resolve(operand_spec(run, x), w_spec)
     asked = Needs(needs.x, needs.wi and op.keeps_rows, False, False)
-    gradients.check_given_forms(first, recipe, x, wi, w_spec, asked, False)
+    gradients.check_given_forms(first, recipe, x, wi, w_spec, asked)
     rows = needs.wi and not again and op.keeps_rows
     asked = Needs(needs.x and (cached or not again), rows, False, False)
     read = gradients.formatted_operands(run, first, x, wi, group_sizes, extras, asked)

@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from grouped_core.exchange import check_budget_factor
 from grouped_core.formats import check_flags
+from grouped_core.linear_spec import wrong_width
 from grouped_core.routing_spec import check_of_layer, router_option
 from jax_grouped import parallel
 from jax_grouped._arguments import as_array, axis_name_option
@@ -204,12 +205,8 @@ def check_width(layer: str, x: Array, option: str, weight: str, shape: tuple[int
     Raises:
         ValueError: it has another length.
     """
-    width = shape[1]
-    if x.ndim > 1 and (came := x.shape[-1]) != width:
-        raise ValueError(
-            f"`x` of {layer}: shape {x.shape}, expected {width} columns = `{option}`, to match `{weight}` {shape}; "
-            f"pass rows of {width} columns, or make the layer with {option}={came}."
-        )
+    if x.ndim > 1 and x.shape[-1] != shape[1]:
+        raise wrong_width(layer, x.shape, shape[1], option, weight, shape)
 
 
 def as_tokens(x: Array) -> Array:

@@ -614,12 +614,12 @@ def test_activation_and_residuals_of_a_layer_are_fixed() -> None:
         (
             lambda: nn.GroupedMLP(E, H, F)(torch.zeros(2, H + 1), [2] * E),
             ValueError,
-            ["`x` of GroupedMLP", f"(2, {H + 1})", f"(M, {H})", "`hidden`", f"hidden={H + 1}"],
+            ["`x` of GroupedMLP", f"(2, {H + 1})", f"{H} columns", "`hidden`", f"hidden={H + 1}"],
         ),
         (
             lambda: nn.GroupedLinear(E, H, F)(torch.zeros(2, H + 1), [2] * E),
             ValueError,
-            ["`x` of GroupedLinear", f"(2, {H + 1})", f"(M, {H})", "`in_features`", f"in_features={H + 1}"],
+            ["`x` of GroupedLinear", f"(2, {H + 1})", f"{H} columns", "`in_features`", f"in_features={H + 1}"],
         ),
         (
             lambda: moe(torch.zeros(2, H), torch.zeros(H, E, 1), torch.zeros(1), torch.zeros(1), K),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grouped_core.formats import WIDE
+from grouped_core.linear_spec import wrong_width
 from grouped_core.recipes import Recipe
 from torch_bridge import _autocast
 from torch_bridge._tensors import DTYPES, TORCH_DTYPES
@@ -49,14 +50,19 @@ def check_recipe(name: str, recipe: Any) -> None:
         )
 
 
-def check_columns(layer: str, x: Any, columns: int, option: str) -> None:
-    """Refuses rows of another width than that of the layer, which its `option` gives. Raises ValueError."""
-    shape = getattr(x, "shape", ())
-    if len(shape) == 2 and shape[1] != columns:
-        raise ValueError(
-            f"`x` of {layer}: shape {tuple(shape)}, expected (M, {columns}) with {columns} = `{option}`; pass rows of "
-            f"{columns} columns, or make the layer with {option}={shape[1]}."
-        )
+def check_width(layer: str, x: Any, linear: Any, option: str, weight: str) -> None:
+    """Refuses rows of another width than that of a layer.
+
+    Args:
+        linear: the `GroupedLinear` that multiplies them. option: the layer's option for their width. weight: the name
+            of its weight in the layer.
+
+    Raises:
+        ValueError: they have another width.
+    """
+    shape, width = getattr(x, "shape", ()), linear.in_features
+    if len(shape) == 2 and shape[1] != width:
+        raise wrong_width(layer, shape, width, option, weight, (linear.num_groups, linear.out_features, width))
 
 
 def compute_dtype(x: Any, parameters: torch.dtype) -> torch.dtype:

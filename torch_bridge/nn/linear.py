@@ -30,9 +30,9 @@ from torch_bridge.nn import _lora, _primary
 from torch_bridge.nn._cache import WeightCache
 from torch_bridge.nn._checks import (
     cast_rows,
-    check_columns,
     check_microbatch,
     check_recipe,
+    check_width,
     compute_dtype,
     parameter_dtype,
     positive,
@@ -200,7 +200,7 @@ class GroupedLinear(ScaledModule):
 
         Raises what `grouped_linear` raises; RuntimeError if the cache is empty or older than the weights.
         """
-        check_columns("GroupedLinear", x, self.in_features, "in_features")
+        check_width("GroupedLinear", x, self, "in_features", "weight")
         if is_first_microbatch is not None:
             check_microbatch(is_first_microbatch)
         if self.quantized_weights and is_compiling():

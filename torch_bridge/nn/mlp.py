@@ -25,9 +25,9 @@ from torch_bridge._tensors import home
 from torch_bridge.nn import _lora, _primary
 from torch_bridge.nn._checks import (
     cast_rows,
-    check_columns,
     check_microbatch,
     check_recipe,
+    check_width,
     compute_dtype,
     positive,
 )
@@ -234,7 +234,7 @@ class GroupedMLP(OrderedColumns, ScaledModule):
         max_rows: int | None = None,
     ) -> Tensor:
         """`forward`; with `routed` that of tokens, and `group_sizes` and `probs` are their experts and weights."""
-        check_columns("GroupedMLP", x, self._layers()[0].in_features, "hidden")
+        check_width("GroupedMLP", x, self._layers()[0], "hidden", "linear_fc1.weight")
         if first is not None:
             check_microbatch(first)
         operands = (*self._as_given, x, group_sizes, probs, out, grad_input, self.scaling_state, first)
