@@ -375,7 +375,15 @@ def quack_gemm(work: Work, adds: bool = False) -> Thunk:
     def with_tile(tile: tuple[int, int, bool, int, int]) -> Thunk:
         rows, cols, pingpong, cluster_m, cluster_n = tile
         options: dict[str, Any] = {"cu_seqlens_k" if sums else "cu_seqlens_m": bounds, "add_to_output": adds}
-        options["config"] = GemmConfig(rows, cols, pingpong, False, cluster_m, cluster_n, device_capacity=9)
+        options["config"] = GemmConfig(
+            tile_m=rows,
+            tile_n=cols,
+            pingpong=pingpong,
+            is_dynamic_persistent=False,
+            cluster_m=cluster_m,
+            cluster_n=cluster_n,
+            device_capacity=9,
+        )
 
         def product(i: int) -> torch.Tensor:
             a, b = operands(i)

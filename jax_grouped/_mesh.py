@@ -144,6 +144,24 @@ def mesh_for(function: str, axes: MeshAxes, mesh: Any, x: Any) -> Any:
     return mesh
 
 
+def manual_axes(mesh: Any, axes: MeshAxes) -> set[str]:
+    """The axes to open `shard_map` over: those of `axes`, and those of one device, which split nothing.
+
+    On CPUs all of them: XLA ends the process where it promotes a sum of 16 bits (`AllReducePromotion`) while another
+    axis is Auto. Along such an axis arrays are then replicated, and every device computes the same.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    taken = set() if context.empty else set(context.manual_axes)
+    every = _platform(mesh) == "cpu"
+    others = {name for name in mesh.axis_names if name not in taken and (every or mesh.shape[name] == 1)}
+    return set(axes.names) | others
+
+
+def _platform(mesh: Any) -> str:
+    """Of the devices of a mesh; an abstract one has those of the default backend."""
+    return mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else jax.default_backend()
+
+
 def ranks_along(mesh: Any, axis: Axis) -> int:
     """Ranks along `axis` of `mesh`."""
     return math.prod(mesh.shape[name] for name in members(axis))

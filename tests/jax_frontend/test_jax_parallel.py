@@ -377,6 +377,31 @@ def test_gradients_taken_inside_of_shard_map(kind: AxisType) -> None:
     close(found["router"], expected["router"], "router")
 
 
+@pytest.mark.rule("LYR-9")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("nested", [False, True])
+def test_axes_of_the_mesh_that_are_not_named(kind: AxisType, size: int, nested: bool) -> None:
+    """Nothing is split over them, whether the caller is inside `shard_map` over such an axis or not, and sums of
+    bfloat16, for which XLA once ended the process, are those of the mesh without it."""
+    p, x = jax.tree.map(lambda each: each.astype(jnp.bfloat16), (parameters(), draw(T, H, seed="x")))
+    dy = draw(T, H, seed="dy")
+    axes = MeshAxes("data", "expert")
+
+    def found(mesh: Any) -> Any:
+        layer = partial(spread, axes=axes) if nested else partial(spread, axes=axes, mesh=mesh)
+        program = gradients(layer, dy)
+        if nested:
+            outer = {"other"} & set(mesh.axis_names)
+            replicated = partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=outer)
+            program = replicated(program) if outer else program
+        with jax.set_mesh(mesh):
+            return jax.jit(program)(p, x)
+
+    expected = found(mesh_of(kind, data=2, expert=2))
+    jax.tree.map(asserts.bitwise, found(mesh_of(kind, data=2, expert=2, other=size)), expected)
+
+
 def masked_gradients(layer: Any, dy: Any) -> Any:
     """`gradients` with the mask as an argument, so that one program runs with several."""
     return jax.jit(lambda p, x, mask: gradients(partial(layer, mask=mask), dy)(p, x))
