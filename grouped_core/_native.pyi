@@ -51,6 +51,12 @@ def device_arch(device: int) -> str:
     no code for it in this build.
     """
 
+def capture_of(stream: int) -> int:
+    """
+    Number of the CUDA graph's capture that a stream, by its handle, is part of: no two captures of a process have
+    the same. 0 where there is none. Raises RuntimeError where the stream cannot be asked.
+    """
+
 def arch_built_for(chip: int) -> str:
     """
     Arch of a chip, ten times its compute capability: 90 is "sm_90a". Raises RuntimeError where this build has

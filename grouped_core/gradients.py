@@ -252,6 +252,11 @@ def saves_one_form(op: Linear, recipe: Recipe, weight: OperandSpec, w: Operand) 
     """
     if recipe.saved_weights != "auto" or not (op.few_rows and recipe.one_form) or isinstance(w, (Cached, QTensor)):
         return False
+    return multiplies_codes_either_way(weight)
+
+
+def multiplies_codes_either_way(weight: OperandSpec) -> bool:
+    """Whether GPUs multiply codes of this weight, contracted along either axis."""
     return all(dim % CODES_ALIGNMENT == 0 for dim in weight.shape[1:])
 
 
@@ -506,6 +511,8 @@ def weight_for_dgrad(
     if isinstance(w, QTensor) and is_read_as_is(recipe, weight, w):
         forms = [given_form(w, each, recipe.dgrad[1]) for each in (axis, 3 - axis)]
         return Quantized([next((form for form in forms if form is not None), w)], None)
+    if recipe.saved_weights == "forward" and not multiplies_codes_either_way(weight):
+        axis = 3 - axis  # the form that is saved elsewhere, which dgrad widens: its sums have another order
     measure = extras.measure and measures_late(recipe, 1)
     wanted, again = [(axis, recipe.dgrad[1])], recipe.requantize
     delayed = {"scale": extras.w, "amax": extras.w_amax if measure else None, "measure": measure}

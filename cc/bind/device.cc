@@ -57,6 +57,13 @@ std::string device_arch(int device) {
   return arch_built_for(10 * major + minor);
 }
 
+uint64_t capture_of(uintptr_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long number = 0;
+  check(cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &number), "asking for a capture");
+  return status == cudaStreamCaptureStatusNone ? 0 : number;
+}
+
 void clear_on_device(void* memory, size_t bytes, void* stream) {
   const ContextGuard guard(Platform::cuda, stream);
   check(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)), "clearing memory");
@@ -100,6 +107,8 @@ ContextGuard::~ContextGuard() {
 bool cuda_compiled() { return false; }
 
 std::string device_arch(int) { throw std::runtime_error("this build has no CUDA kernels; build it where nvcc is"); }
+
+uint64_t capture_of(uintptr_t) { return 0; }
 
 void clear_on_device(void*, size_t, void*) { throw std::runtime_error("this build has no CUDA kernels"); }
 

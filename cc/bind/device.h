@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "cc/api/context.h"
@@ -11,6 +12,9 @@ namespace grouped {
 
 bool cuda_compiled();
 std::string device_arch(int device);  // "sm_90a"; throws std::runtime_error where there is no such device
+
+// The number of the capture that `stream` is part of, of which a process has no two equal ones; 0 where there is none.
+uint64_t capture_of(uintptr_t stream);
 
 // Enqueues zeros on `stream`.
 void clear_on_device(void* memory, size_t bytes, void* stream);

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
-from grouped_core.recipes import Recipe
+from grouped_core.recipes import MXFP8, SAVED_WEIGHTS, FP8Current, Recipe
 from tests import asserts
 from tests.torch_frontend.gpu_layers import Step
 from tests.torch_frontend.gpu_tools import REPLAYED, capture, captured, launches_only
 from tests.torch_frontend.nn_tools import MODULES
 from tests.torch_frontend.recipe_tools import ALL, DELAYED, same, states
-from torch_bridge import update_scaling
+from torch_bridge import nn, update_scaling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,6 +111,73 @@ def test_one_graph_serves_all_microbatches(form: str, listed: bool, recipe: Reci
                     weight.fill_(float("nan"))
         for state in (*states(step.module), *states(other.module)):
             update_scaling(state)
+
+
+@pytest.mark.rule("QNT-6", "CAP-3")
+@pytest.mark.parametrize("by_flag", [False, True])
+@pytest.mark.parametrize("evaluates_first", [False, True])
+@pytest.mark.parametrize("recipe", [DELAYED, MXFP8], ids=lambda r: r.name)
+def test_a_graph_that_evaluates_updates_what_a_graph_that_trains_reads(
+    recipe: Recipe, evaluates_first: bool, by_flag: bool
+) -> None:
+    """An evaluation makes fewer forms and finds no amax; the graphs are captured in either order."""
+    step, other = (Step("GroupedLinear", False, recipe=recipe) for _ in range(2))
+    first, later = (None, None) if by_flag else (True, False)
+    if by_flag:
+        step.module.set_weight_update(True)
+
+    def trains(first: bool | None) -> list[torch.Tensor]:
+        y = step.module(step.x, step.sizes, is_first_microbatch=first)
+        return [y, *torch.autograd.grad(y, [step.x, *step.weights], step.dy)]
+
+    def evaluates() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [step.module(step.x, step.sizes, is_first_microbatch=first)]
+
+    trains(first)
+    other.run()
+    runs = [evaluates, partial(trains, later)]
+    graphs = {run: captured(run) for run in (runs if evaluates_first else runs[::-1])}
+    for at in range(3):
+        with torch.no_grad():
+            for weight in (*step.weights, *other.weights):
+                weight.mul_(-1.5)
+        expected = other.run()
+        for run in runs:
+            if by_flag:
+                step.module.set_weight_update(run is evaluates)
+            graph, results = graphs[run]
+            graph.replay()
+            same(results, expected[: len(results)], f"of step {at}")
+        if evaluates_first:  # else the captured training does not know that an evaluation found no amax
+            histories = [[each.history for each in states(one.module)] for one in (step, other)]
+            same(histories[0], histories[1], "amaxes")
+        for one in (step, other):
+            for state in states(one.module):
+                if evaluates_first:
+                    update_scaling(state)
+
+
+@pytest.mark.rule("QNT-5", "MLP-10")
+@pytest.mark.parametrize("residuals", ["save_all", "save_fc1", "save_input"])
+@pytest.mark.parametrize("saved", SAVED_WEIGHTS)
+@pytest.mark.parametrize("width", [136, 144])
+def test_weights_of_any_width_have_the_bits_of_a_cache(width: int, saved: str, residuals: str) -> None:
+    """Where K is no multiple of 16, dgrad widens codes of forward, and adds in another order than with its own form."""
+    torch.manual_seed(0)
+    recipe = FP8Current.replace(saved_weights=saved)
+    layer = nn.GroupedMLP(2, width, 264, dtype=torch.bfloat16, recipe=recipe, residuals=residuals)
+    other = copy.deepcopy(layer)
+    rows, sizes = torch.randn(64, width).bfloat16(), torch.tensor([40, 24])
+
+    def passed(layer: nn.GroupedMLP, first: bool | None) -> list[torch.Tensor]:
+        x = rows.clone().requires_grad_()
+        y = layer(x, sizes, is_first_microbatch=first)
+        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], rows)]
+
+    expected = passed(other, None)
+    for first in (True, False):
+        same(passed(layer, first), expected)
 
 
 @pytest.mark.rule("QNT-6", "CAP-1")

@@ -37,6 +37,7 @@ from torch_bridge import (
 )
 from torch_bridge._tensors import forms_of
 from torch_bridge.activation import scaled_activation_rows
+from torch_bridge.nn import _cache
 
 FUNCTION = {"GroupedLinear": "grouped_linear", "GroupedMLP": "grouped_mlp", "Sequential_fused": "grouped_mlp"}
 
@@ -524,6 +525,37 @@ def test_passes_that_read_no_form_update_those_of_others(base: Recipe) -> None:
     found = run()
     layer.set_weight_update(True)
     asserts.bitwise(run(), found)
+
+
+@pytest.mark.rule("QNT-6", "CAP-3")
+@pytest.mark.parametrize("by_flag", [False, True])
+@pytest.mark.parametrize("recipe", [DELAYED, recipes.MXFP8], ids=lambda r: r.name)
+def test_a_captured_pass_makes_what_a_captured_update_does_not(
+    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, by_flag: bool
+) -> None:
+    """An evaluation neither makes the form that dgrad reads nor merges the amax of weights, and when its graph has been
+    replayed no Python notices that. What stands for a capture runs here, as a replay would."""
+    layer, run = _linear_of(recipe)
+    first, later = (None, None) if by_flag else (True, False)
+    if by_flag:
+        layer.set_weight_update(True)
+    run(first, trains=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(_cache, "_capture", lambda: 1)
+        run(first, trains=False)
+    expected = run(first)
+    if by_flag:
+        layer.set_weight_update(False)
+    for form in layer.cache._forms.values():
+        if form.axis != 2:
+            form.values.view(torch.uint8).zero_()
+    if recipe.delayed:
+        layer.scaling_state.history.zero_()
+    with monkeypatch.context() as patched:
+        patched.setattr(_cache, "_capture", lambda: 2)
+        asserts.bitwise(run(later), expected)
+    if recipe.delayed:
+        assert bool((layer.scaling_state.history[1, 0] > 0).all()), "amaxes of the weights"
 
 
 @pytest.mark.rule("QNT-5")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grouped_core import _native
 from grouped_core.formats import Format, QTensor
 from torch_bridge._checks import local
 from torch_bridge._quantizing import Wanted, quantize_into
@@ -21,8 +22,11 @@ from torch_bridge.quantized_weight import empty_form
 _Key = tuple[int, Format, torch.dtype]  # contracted axis, format, dtype of the weights before quantisation
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _capture() -> int:
+    """The number of the capture that the current stream is part of; 0 where there is none."""
+    if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        return 0
+    return _native.capture_of(torch.cuda.current_stream().cuda_stream)
 
 
 def _mark(parameters: Sequence[Any]) -> tuple[Any, ...]:
@@ -37,6 +41,9 @@ class WeightCache:
     There are two ways to choose when they are updated (QNT-5, QNT-6): `first` of each forward pass, or a flag on the
     device, which captured graphs read at each replay. A copy, including an unpickled one, starts empty.
 
+    No Python runs when a graph is replayed, and graphs are replayed in any order. So a captured pass relies on nothing
+    but what all captures that update the forms do, and later updates write all forms that captured passes read.
+
     Attributes:
         update: the flag of the last call of `set_update`; None if there was no call, so that there is no flag.
         exchanges: how often the layer was given other Parameters for its weights. FSDP2 does so whenever it gathers
@@ -49,6 +56,9 @@ class WeightCache:
         self._measured: set[_Key] = set()  # forms whose amax was merged when they were made
         self._seen: tuple[Any, Any] | None = None  # mark of the weights and scales at the last requested update
         self._fresh: set[_Key] = set()  # forms that were written by that update, or since
+        # By the captures that update: the forms that each of them writes, and those whose amax it merges.
+        self._captured: dict[int, tuple[set[_Key], set[_Key]]] = {}
+        self._read: set[_Key] = set()  # forms that captured passes read
         self._skip: Tensor | None = None  # int32 [1]: if it is not zero, the forms are not written
         self.update: bool | None = None
         self.exchanges = 0
@@ -62,7 +72,7 @@ class WeightCache:
         Raises:
             RuntimeError: a graph is being captured, which would hold the value.
         """
-        if _capturing():
+        if _capture():
             raise RuntimeError(
                 "set_weight_update: a CUDA graph is captured, expected a call outside, because graphs read the flag at "
                 "each replay; call it before the replay."
@@ -103,6 +113,8 @@ class WeightCache:
             self._marks.clear()
             self._measured.clear()
             self._fresh.clear()
+            self._captured.clear()
+            self._read.clear()
         if self._skip is not None and self._skip.device != source.device:
             self.set_update(bool(self.update), source.device)
         keys: list[_Key] = [(axis, fmt, source.dtype) for axis, fmt in wanted]
@@ -115,26 +127,43 @@ class WeightCache:
                 "microbatch after each change of the weights with is_first_microbatch=True, or after "
                 "set_weight_update(True); where FSDP2 gathers them for each pass, leave `is_first_microbatch` out."
             )
-        due, skip = keys, None
+        capture, captured = _capture(), self._captured
+        held = [key for key in self._forms if key[2] == source.dtype]
+        fresh, measured = self._fresh, self._measured
+        if captured and (capture or first is None):
+            fresh, measured = (set.intersection(*each) for each in zip(*captured.values(), strict=True))
+        unmeasured = amax is not None and not measured.issuperset(keys)
+        due, skip, always = keys, None, keys
         if first is None:  # update all existing forms, so that no pass finds two forms of different weights
-            due, skip = [*dict.fromkeys([*(key for key in self._forms if key[2] == source.dtype), *keys])], self._skip
-        elif not first:
-            due = [key for key in keys if key not in self._fresh]
+            due, skip = [*dict.fromkeys([*held, *keys])], self._skip
+            always = [key for key in keys if captured and (unmeasured or key not in fresh)]
+        elif first:
+            due = [*dict.fromkeys([*keys, *(key for key in held if key in self._read)])]
+        elif not unmeasured:
+            due = [key for key in keys if key not in fresh]
         mark = ((self.exchanges, *_mark(parameters)), scale_mark)
         known = None not in mark[0]
         # A pass that does not train finds no amax. Forms that it made are written again, with the same content.
-        same = first is not None or (known and not _capturing() and all(self._marks.get(key) == mark for key in keys))
-        if amax is not None and not writes and same and not self._measured.issuperset(keys):
+        same = known and not capture and all(self._marks.get(key) == mark for key in keys)
+        if first is None and not captured and unmeasured and not writes and same:
             due, skip = keys, None
         # A pending backward must not silently read changed forms. Several passes may be pending while weights and
         # scales do not change, because each writes the same content. Under a flag that also holds for weights that are
         # gathered again, whose changes cannot be detected.
         unknown = first is not None and not known
         others = [key for key in due if unknown or self._marks.get(key) != mark]
-        if first is None and (not writes or self._seen is None or mark[0][0] != self._seen[0][0] or _capturing()):
+        if first is None and (not writes or self._seen is None or mark[0][0] != self._seen[0][0] or capture):
             others = []
         with torch.inference_mode(False), torch.no_grad():  # buffers made here may be saved for backward later
-            self._write(weight, due, scale, amax, skip, others)
+            self._write(weight, due, scale, amax, skip, always, others)
+        if capture:
+            self._read |= set(keys)
+            if first is not False:
+                written, merged = captured.setdefault(capture, (set(), set()))
+                written |= set(due)
+                merged |= set(due) if amax is not None else set()
+            self._marks |= dict.fromkeys(due, mark)
+            return [self._forms[key] for key in keys]
         if amax is not None:
             self._measured |= set(due)
         elif writes:
@@ -149,9 +178,14 @@ class WeightCache:
         return [self._forms[key] for key in keys]
 
     def _stale(self, keys: Sequence[_Key], parameters: Sequence[Any], *, by_flag: bool) -> str | None:
-        """Returns why the forms cannot be reused, or None. With `by_flag` versions are not compared, as in replays."""
+        """Returns why the forms cannot be reused, or None. With `by_flag` versions are not compared, as in replays.
+
+        Nor are they in a pass that is captured after an update: it is replayed after the update as well.
+        """
         if self._seen is None or not self._forms:
             return "empty"
+        if _capture() and self._captured:
+            return None
         if by_flag:
             return None if all(key in self._forms for key in keys) else "without the form that this pass reads"
         if (self.exchanges, *_mark(parameters)) == self._seen[0]:
@@ -165,17 +199,19 @@ class WeightCache:
         scale: Tensor | None,
         amax: Tensor | None,
         skip: Tensor | None,
+        always: Sequence[_Key],
         others: Sequence[_Key],
     ) -> None:
         """Quantises `weight` in the forms `keys`: it overwrites those that exist and makes the others.
 
         Args:
-            skip: int32 [1]; existing forms are not overwritten if it is not zero on the device.
+            skip: int32 [1]; existing forms are not overwritten if it is not zero on the device, but for those of
+                `always`.
             others: the keys of forms whose new content may differ from what earlier passes saved. Their versions are
                 incremented, so that autograd refuses a pending backward that would read them.
         """
         missing = [key for key in keys if key not in self._forms]
-        if missing and _capturing():
+        if missing and _capture():
             raise RuntimeError(
                 "weight cache: a CUDA graph is captured and there are no buffers yet, expected ones from before the "
                 "capture; run a forward pass of the same kind first, as warm-up."
@@ -187,7 +223,9 @@ class WeightCache:
             self._forms[key] = empty_form(shape, axis, fmt, dtype_name(dtype), first.device)
         held = [key for key in keys if key not in missing]
         # Selective checkpointing expects the operators of the first pass when it computes them again.
-        for part, flag in ((held, skip), (missing, None)):
+        by_flag = [key for key in held if skip is not None and key not in always]
+        others_held = [key for key in held if key not in by_flag]
+        for part, flag in ((by_flag, skip), (others_held, None), (missing, None)):
             if part:
                 quantize_into(weight, [self._forms[key] for key in part], scale=scale, amax=amax, skip=flag)
         if changed := [self._forms[key] for key in others if key in held]:
