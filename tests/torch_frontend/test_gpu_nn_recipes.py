@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from grouped_core import _native
 from grouped_core.recipes import MXFP8, SAVED_WEIGHTS, FP8Current, Recipe
 from tests import asserts
 from tests.torch_frontend.gpu_layers import Step
@@ -149,13 +150,25 @@ def test_a_graph_that_evaluates_updates_what_a_graph_that_trains_reads(
             graph, results = graphs[run]
             graph.replay()
             same(results, expected[: len(results)], f"of step {at}")
-        if evaluates_first:  # else the captured training does not know that an evaluation found no amax
+        knows = evaluates_first and not by_flag
+        if knows:  # else the captured training does not know that an evaluation found no amax
             histories = [[each.history for each in states(one.module)] for one in (step, other)]
             same(histories[0], histories[1], "amaxes")
         for one in (step, other):
             for state in states(one.module):
-                if evaluates_first:
+                if knows:
                     update_scaling(state)
+
+
+@pytest.mark.rule("CAP-1")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_captures_have_numbers_of_their_own() -> None:
+    numbers = []
+    for _ in range(2):
+        with capture():
+            numbers += [_native.capture_of(torch.cuda.current_stream().cuda_stream) for _ in range(2)]
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3] and all(numbers)
+    assert _native.capture_of(torch.cuda.current_stream().cuda_stream) == 0
 
 
 @pytest.mark.rule("QNT-5", "MLP-10")

@@ -527,35 +527,55 @@ def test_passes_that_read_no_form_update_those_of_others(base: Recipe) -> None:
     asserts.bitwise(run(), found)
 
 
-@pytest.mark.rule("QNT-6", "CAP-3")
-@pytest.mark.parametrize("by_flag", [False, True])
+@pytest.mark.rule("QNT-5", "CAP-3")
 @pytest.mark.parametrize("recipe", [DELAYED, recipes.MXFP8], ids=lambda r: r.name)
-def test_a_captured_pass_makes_what_a_captured_update_does_not(
-    monkeypatch: pytest.MonkeyPatch, recipe: Recipe, by_flag: bool
-) -> None:
+def test_a_captured_pass_makes_what_a_captured_update_does_not(monkeypatch: pytest.MonkeyPatch, recipe: Recipe) -> None:
     """An evaluation neither makes the form that dgrad reads nor merges the amax of weights, and when its graph has been
     replayed no Python notices that. What stands for a capture runs here, as a replay would."""
     layer, run = _linear_of(recipe)
-    first, later = (None, None) if by_flag else (True, False)
-    if by_flag:
-        layer.set_weight_update(True)
-    run(first, trains=False)
+    run(True, trains=False)
     with monkeypatch.context() as patched:
-        patched.setattr(_cache, "_capture", lambda: 1)
-        run(first, trains=False)
-    expected = run(first)
-    if by_flag:
-        layer.set_weight_update(False)
+        patched.setattr(_cache, "_capture", lambda device: 1)
+        run(True, trains=False)
+    expected = run(True)
     for form in layer.cache._forms.values():
         if form.axis != 2:
             form.values.view(torch.uint8).zero_()
     if recipe.delayed:
         layer.scaling_state.history.zero_()
     with monkeypatch.context() as patched:
-        patched.setattr(_cache, "_capture", lambda: 2)
-        asserts.bitwise(run(later), expected)
+        patched.setattr(_cache, "_capture", lambda device: 2)
+        asserts.bitwise(run(False), expected)
     if recipe.delayed:
         assert bool((layer.scaling_state.history[1, 0] > 0).all()), "amaxes of the weights"
+
+
+@pytest.mark.rule("QNT-5", "CAP-3")
+def test_an_update_writes_what_a_captured_pass_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one that reads less: the graph may be replayed after it."""
+    layer, run = _linear_of(recipes.MXFP8)
+    expected = run(True)
+    with monkeypatch.context() as patched:
+        patched.setattr(_cache, "_capture", lambda device: 1)
+        run(False)
+    for form in layer.cache._forms.values():
+        form.values.view(torch.uint8).zero_()
+    run(True, trains=False)
+    asserts.bitwise(run(False), expected)
+
+
+@pytest.mark.rule("QNT-6", "CAP-3", "ERR-1")
+def test_under_a_flag_all_forms_are_made_before_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that evaluates, captured first, would leave the form of dgrad as it is at each update."""
+    layer, run = _linear_of(recipes.MXFP8)
+    layer.set_weight_update(True)
+    run(trains=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(_cache, "_capture", lambda device: 1)
+        run(trains=False)
+    with asserts.refused(RuntimeError, ["weight cache of", "another form", "before the first capture", "warm-up"]):
+        run()
+    run(trains=False)
 
 
 @pytest.mark.rule("QNT-5")

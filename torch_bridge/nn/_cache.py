@@ -22,9 +22,9 @@ from torch_bridge.quantized_weight import empty_form
 _Key = tuple[int, Format, torch.dtype]  # contracted axis, format, dtype of the weights before quantisation
 
 
-def _capture() -> int:
+def _capture(device: torch.device) -> int:
     """The number of the capture that the current stream is part of; 0 where there is none."""
-    if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return 0
     return _native.capture_of(torch.cuda.current_stream().cuda_stream)
 
@@ -41,8 +41,9 @@ class WeightCache:
     There are two ways to choose when they are updated (QNT-5, QNT-6): `first` of each forward pass, or a flag on the
     device, which captured graphs read at each replay. A copy, including an unpickled one, starts empty.
 
-    No Python runs when a graph is replayed, and graphs are replayed in any order. So a captured pass relies on nothing
-    but what all captures that update the forms do, and later updates write all forms that captured passes read.
+    No Python runs when a graph is replayed, and graphs are replayed in any order. So a captured pass whose `first` is
+    False relies on nothing but what all captured updates write, and later updates write all forms that captured passes
+    read. Under a flag all captured passes write the same forms.
 
     Attributes:
         update: the flag of the last call of `set_update`; None if there was no call, so that there is no flag.
@@ -72,7 +73,7 @@ class WeightCache:
         Raises:
             RuntimeError: a graph is being captured, which would hold the value.
         """
-        if _capture():
+        if _capture(device):
             raise RuntimeError(
                 "set_weight_update: a CUDA graph is captured, expected a call outside, because graphs read the flag at "
                 "each replay; call it before the replay."
@@ -121,31 +122,25 @@ class WeightCache:
         writes = self.update if first is None else first
         if not keys and not writes:
             return []
-        if not writes and (reason := self._stale(keys, parameters, by_flag=first is None)):
+        capture = _capture(source.device)
+        if not writes and (reason := self._stale(keys, parameters, capture, by_flag=first is None)):
             raise RuntimeError(
                 f"weight cache of {name}: {reason}, expected forms of the current weights; run the first "
                 "microbatch after each change of the weights with is_first_microbatch=True, or after "
                 "set_weight_update(True); where FSDP2 gathers them for each pass, leave `is_first_microbatch` out."
             )
-        capture, captured = _capture(), self._captured
-        held = [key for key in self._forms if key[2] == source.dtype]
-        fresh, measured = self._fresh, self._measured
-        if captured and (capture or first is None):
-            fresh, measured = (set.intersection(*each) for each in zip(*captured.values(), strict=True))
-        unmeasured = amax is not None and not measured.issuperset(keys)
-        due, skip, always = keys, None, keys
-        if first is None:  # update all existing forms, so that no pass finds two forms of different weights
-            due, skip = [*dict.fromkeys([*held, *keys])], self._skip
-            always = [key for key in keys if captured and (unmeasured or key not in fresh)]
-        elif first:
-            due = [*dict.fromkeys([*keys, *(key for key in held if key in self._read)])]
-        elif not unmeasured:
-            due = [key for key in keys if key not in fresh]
+        if first is None and self._captured and not self._forms.keys() >= set(keys):
+            raise RuntimeError(
+                f"weight cache of {name}: a pass that reads another form than captured graphs update, expected all "
+                "forms from before the first capture; run a pass of each kind first, as warm-up."
+            )
+        due, unmeasured = self._due(keys, source.dtype, capture, first=first, measures=amax is not None)
+        skip = self._skip if first is None else None
         mark = ((self.exchanges, *_mark(parameters)), scale_mark)
         known = None not in mark[0]
         # A pass that does not train finds no amax. Forms that it made are written again, with the same content.
         same = known and not capture and all(self._marks.get(key) == mark for key in keys)
-        if first is None and not captured and unmeasured and not writes and same:
+        if first is None and unmeasured and not writes and same:
             due, skip = keys, None
         # A pending backward must not silently read changed forms. Several passes may be pending while weights and
         # scales do not change, because each writes the same content. Under a flag that also holds for weights that are
@@ -155,11 +150,11 @@ class WeightCache:
         if first is None and (not writes or self._seen is None or mark[0][0] != self._seen[0][0] or capture):
             others = []
         with torch.inference_mode(False), torch.no_grad():  # buffers made here may be saved for backward later
-            self._write(weight, due, scale, amax, skip, always, others)
+            self._write(weight, due, scale, amax, skip, others, capture)
         if capture:
             self._read |= set(keys)
             if first is not False:
-                written, merged = captured.setdefault(capture, (set(), set()))
+                written, merged = self._captured.setdefault(capture, (set(), set()))
                 written |= set(due)
                 merged |= set(due) if amax is not None else set()
             self._marks |= dict.fromkeys(due, mark)
@@ -177,14 +172,34 @@ class WeightCache:
             self._fresh |= set(due)
         return [self._forms[key] for key in keys]
 
-    def _stale(self, keys: Sequence[_Key], parameters: Sequence[Any], *, by_flag: bool) -> str | None:
+    def _due(
+        self, keys: list[_Key], dtype: torch.dtype, capture: int, *, first: bool | None, measures: bool
+    ) -> tuple[list[_Key], bool]:
+        """Returns the forms that a pass writes, and whether an amax that it looks for is missing.
+
+        Args:
+            keys: the forms that it reads. dtype: of the weights. capture: as `_capture` says. measures: whether it
+                looks for the amax of the weights.
+        """
+        held = [key for key in self._forms if key[2] == dtype]
+        fresh, measured = self._fresh, self._measured
+        if capture and self._captured and first is not None:
+            fresh, measured = (set.intersection(*each) for each in zip(*self._captured.values(), strict=True))
+        unmeasured = measures and not measured.issuperset(keys)
+        if first is None:  # all existing forms, so that no pass finds two forms of different weights
+            return [*dict.fromkeys([*held, *keys])], unmeasured
+        if first:
+            return [*dict.fromkeys([*keys, *(key for key in held if key in self._read)])], unmeasured
+        return keys if unmeasured else [key for key in keys if key not in fresh], unmeasured
+
+    def _stale(self, keys: Sequence[_Key], parameters: Sequence[Any], capture: int, *, by_flag: bool) -> str | None:
         """Returns why the forms cannot be reused, or None. With `by_flag` versions are not compared, as in replays.
 
         Nor are they in a pass that is captured after an update: it is replayed after the update as well.
         """
         if self._seen is None or not self._forms:
             return "empty"
-        if _capture() and self._captured:
+        if capture and self._captured:
             return None
         if by_flag:
             return None if all(key in self._forms for key in keys) else "without the form that this pass reads"
@@ -199,19 +214,19 @@ class WeightCache:
         scale: Tensor | None,
         amax: Tensor | None,
         skip: Tensor | None,
-        always: Sequence[_Key],
         others: Sequence[_Key],
+        capture: int,
     ) -> None:
         """Quantises `weight` in the forms `keys`: it overwrites those that exist and makes the others.
 
         Args:
-            skip: int32 [1]; existing forms are not overwritten if it is not zero on the device, but for those of
-                `always`.
+            skip: int32 [1]; existing forms are not overwritten if it is not zero on the device.
             others: the keys of forms whose new content may differ from what earlier passes saved. Their versions are
                 incremented, so that autograd refuses a pending backward that would read them.
+            capture: as `_capture` says.
         """
         missing = [key for key in keys if key not in self._forms]
-        if missing and _capture():
+        if missing and capture:
             raise RuntimeError(
                 "weight cache: a CUDA graph is captured and there are no buffers yet, expected ones from before the "
                 "capture; run a forward pass of the same kind first, as warm-up."
@@ -223,9 +238,7 @@ class WeightCache:
             self._forms[key] = empty_form(shape, axis, fmt, dtype_name(dtype), first.device)
         held = [key for key in keys if key not in missing]
         # Selective checkpointing expects the operators of the first pass when it computes them again.
-        by_flag = [key for key in held if skip is not None and key not in always]
-        others_held = [key for key in held if key not in by_flag]
-        for part, flag in ((by_flag, skip), (others_held, None), (missing, None)):
+        for part, flag in ((held, skip), (missing, None)):
             if part:
                 quantize_into(weight, [self._forms[key] for key in part], scale=scale, amax=amax, skip=flag)
         if changed := [self._forms[key] for key in others if key in held]:
