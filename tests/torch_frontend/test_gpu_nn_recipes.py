@@ -167,7 +167,8 @@ def test_captures_have_numbers_of_their_own() -> None:
     for _ in range(2):
         with capture():
             numbers += [_native.capture_of(torch.cuda.current_stream().cuda_stream) for _ in range(2)]
-    assert numbers[0] == numbers[1] != numbers[2] == numbers[3] and all(numbers)
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
+    assert all(numbers)
     assert _native.capture_of(torch.cuda.current_stream().cuda_stream) == 0
 
 
