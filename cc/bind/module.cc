@@ -175,9 +175,10 @@ NB_MODULE(_native, m) {
   m.def("device_arch", &device_arch, nb::arg("device"),
         "Arch of a CUDA device, as plans take it: \"sm_90a\". Raises RuntimeError where there is no such device, or\n"
         "no code for it in this build.");
-  m.def("capture_of", &capture_of, nb::arg("stream"),
-        "Number of the CUDA graph's capture that a stream, by its handle, is part of: no two captures of a process have\n"
-        "the same. 0 where there is none. Raises RuntimeError where the stream cannot be asked.");
+  m.def(
+      "capture_of", &capture_of, nb::arg("stream"),
+      "Number of the CUDA graph's capture that a stream, by its handle, is part of: no two captures of a process have\n"
+      "the same. 0 where there is none. Raises RuntimeError where the stream cannot be asked.");
   m.def("arch_built_for", &arch_built_for, nb::arg("chip"),
         "Arch of a chip, ten times its compute capability: 90 is \"sm_90a\". Raises RuntimeError where this build has\n"
         "no code for it.");
