@@ -1,4 +1,4 @@
-"""Fast access to memory: facts and addresses of tensors, allocation, tables of addresses."""
+"""Fast access to memory: facts and addresses of tensors, allocation, tables of addresses; captures that hold them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ _guards: Any = _dynamo.guards  # its stubs lack these functions
 empty_on_cpu: Callable[..., Tensor] = _guards._empty_strided_cpu  # (shape, strides, dtype) -> new tensor
 empty_on_cuda: Callable[..., Tensor] = _guards._empty_strided_cuda  # on the current device
 part_of: Callable[..., Tensor] = _guards._reinterpret_tensor  # (tensor, shape, strides, offset) -> no view, same memory
+
+
+def capture_on(device: torch.device) -> int:
+    """Returns the number of the CUDA graph's capture that the current stream of `device` is part of, or 0."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return 0
+    return _native.capture_of(torch.cuda.current_stream(device).cuda_stream)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

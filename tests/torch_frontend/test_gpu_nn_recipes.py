@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 
-from grouped_core import _native
 from grouped_core.recipes import MXFP8, SAVED_WEIGHTS, FP8Current, Recipe
 from tests import asserts
 from tests.torch_frontend.gpu_layers import Step
@@ -17,6 +16,7 @@ from tests.torch_frontend.gpu_tools import REPLAYED, capture, captured, launches
 from tests.torch_frontend.nn_tools import MODULES
 from tests.torch_frontend.recipe_tools import ALL, DELAYED, same, states
 from torch_bridge import nn, update_scaling
+from torch_bridge._memory import capture_on
 
 pytestmark = [
     pytest.mark.gpu,
@@ -166,10 +166,10 @@ def test_captures_have_numbers_of_their_own() -> None:
     numbers = []
     for _ in range(2):
         with capture():
-            numbers += [_native.capture_of(torch.cuda.current_stream().cuda_stream) for _ in range(2)]
+            numbers += [capture_on(torch.device("cuda")) for _ in range(2)]
     assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
     assert all(numbers)
-    assert _native.capture_of(torch.cuda.current_stream().cuda_stream) == 0
+    assert capture_on(torch.device("cuda")) == 0
 
 
 @pytest.mark.rule("QNT-5", "MLP-10")

@@ -535,7 +535,7 @@ def test_a_captured_pass_makes_what_a_captured_update_does_not(monkeypatch: pyte
     layer, run = _linear_of(recipe)
     run(True, trains=False)
     with monkeypatch.context() as patched:
-        patched.setattr(_cache, "_capture", lambda device: 1)
+        patched.setattr(_cache, "capture_on", lambda device: 1)
         run(True, trains=False)
     expected = run(True)
     for form in layer.cache._forms.values():
@@ -544,7 +544,7 @@ def test_a_captured_pass_makes_what_a_captured_update_does_not(monkeypatch: pyte
     if recipe.delayed:
         layer.scaling_state.history.zero_()
     with monkeypatch.context() as patched:
-        patched.setattr(_cache, "_capture", lambda device: 2)
+        patched.setattr(_cache, "capture_on", lambda device: 2)
         asserts.bitwise(run(False), expected)
     if recipe.delayed:
         assert bool((layer.scaling_state.history[1, 0] > 0).all()), "amaxes of the weights"
@@ -556,7 +556,7 @@ def test_an_update_writes_what_a_captured_pass_reads(monkeypatch: pytest.MonkeyP
     layer, run = _linear_of(recipes.MXFP8)
     expected = run(True)
     with monkeypatch.context() as patched:
-        patched.setattr(_cache, "_capture", lambda device: 1)
+        patched.setattr(_cache, "capture_on", lambda device: 1)
         run(False)
     for form in layer.cache._forms.values():
         form.values.view(torch.uint8).zero_()
@@ -571,7 +571,7 @@ def test_under_a_flag_all_forms_are_made_before_a_capture(monkeypatch: pytest.Mo
     layer.set_weight_update(True)
     run(trains=False)
     with monkeypatch.context() as patched:
-        patched.setattr(_cache, "_capture", lambda device: 1)
+        patched.setattr(_cache, "capture_on", lambda device: 1)
         run(trains=False)
     with asserts.refused(RuntimeError, ["weight cache of", "another form", "before the first capture", "warm-up"]):
         run()

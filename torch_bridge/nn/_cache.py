@@ -12,21 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grouped_core import _native
 from grouped_core.formats import Format, QTensor
 from torch_bridge._checks import local
+from torch_bridge._memory import capture_on
 from torch_bridge._quantizing import Wanted, quantize_into
 from torch_bridge._tensors import dtype_name, members, parts_of
 from torch_bridge.quantized_weight import empty_form
 
 _Key = tuple[int, Format, torch.dtype]  # contracted axis, format, dtype of the weights before quantisation
-
-
-def _capture(device: torch.device) -> int:
-    """The number of the capture that the current stream is part of; 0 where there is none."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return 0
-    return _native.capture_of(torch.cuda.current_stream().cuda_stream)
 
 
 def _mark(parameters: Sequence[Any]) -> tuple[Any, ...]:
@@ -73,7 +66,7 @@ class WeightCache:
         Raises:
             RuntimeError: a graph is being captured, which would hold the value.
         """
-        if _capture(device):
+        if capture_on(device):
             raise RuntimeError(
                 "set_weight_update: a CUDA graph is captured, expected a call outside, because graphs read the flag at "
                 "each replay; call it before the replay."
@@ -122,7 +115,7 @@ class WeightCache:
         writes = self.update if first is None else first
         if not keys and not writes:
             return []
-        capture = _capture(source.device)
+        capture = capture_on(source.device)
         if not writes and (reason := self._stale(keys, parameters, capture, by_flag=first is None)):
             raise RuntimeError(
                 f"weight cache of {name}: {reason}, expected forms of the current weights; run the first "
@@ -178,7 +171,7 @@ class WeightCache:
         """Returns the forms that a pass writes, and whether an amax that it looks for is missing.
 
         Args:
-            keys: the forms that it reads. dtype: of the weights. capture: as `_capture` says. measures: whether it
+            keys: the forms that it reads. dtype: of the weights. capture: as `capture_on` says. measures: whether it
                 looks for the amax of the weights.
         """
         held = [key for key in self._forms if key[2] == dtype]
@@ -223,7 +216,7 @@ class WeightCache:
             skip: int32 [1]; existing forms are not overwritten if it is not zero on the device.
             others: the keys of forms whose new content may differ from what earlier passes saved. Their versions are
                 incremented, so that autograd refuses a pending backward that would read them.
-            capture: as `_capture` says.
+            capture: as `capture_on` says.
         """
         missing = [key for key in keys if key not in self._forms]
         if missing and capture:
