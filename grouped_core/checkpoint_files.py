@@ -178,7 +178,8 @@ def loading(
         check_agreement(notes, model.layout, blocks, convert, reader.where)
     # Of layers outside of an MLP a foreign file says nothing: they are as the model's, unless `interleave` says it.
     linears = set() if notes is None and interleave is None else {*blocks, *layers}
-    made = plan(reader.entries, source, model.layout, pair, targets=model.entries, shard=shard, linears=linears)
+    where = {"targets": model.entries, "shard": shard, "linears": linears, "twins": twins(model.formats)}
+    made = plan(reader.entries, source, model.layout, pair, **where)
     if notes is not None:
         _same_formats(notes, model, made, reader.where)
         _check_recorded(notes, made, reader.where)
@@ -254,6 +255,13 @@ def _check_stacked(notes: Recorded, model: Model, blocks: Mapping[str, int | Non
         )
 
 
+def twins(formats: Mapping[str, tuple[Format, ...]]) -> frozenset[str]:
+    """The weights, of those with these formats, whose two forms have the same codes."""
+    return frozenset(
+        key for key, each in formats.items() if len(each) == 2 and each[0] == each[1] and each[0].one_scale
+    )
+
+
 def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None:
     for move in made.moves:
         if not move.part or not model.formats:
@@ -262,7 +270,8 @@ def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None
         theirs = notes.formats.get(stripped(move.sources[0]).removesuffix(f".{move.part}"))
         if ours is None or theirs is None:
             continue
-        layouts = [[each.layout for each in formats] for formats in (ours, theirs[: len(ours)])]  # those that are read
+        read = min(len(ours), len(theirs))
+        layouts = [[each.layout for each in formats[:read]] for formats in (ours, theirs)]
         if layouts[0] != layouts[1]:
             raise ValueError(
                 f"checkpoint `{where}`: `{move.sources[0]}` in {', '.join(each.name for each in theirs)}, expected "

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from grouped_core import layout_steps as steps
 from grouped_core.layout_steps import Step, cancelled, facts_after, undone
 from grouped_core.layouts import (
     BIASES,
+    OTHER,
     ROUTER_TRANSPOSED,
     WEIGHTS,
     Keys,
@@ -191,6 +192,17 @@ def _whole(facts: Facts, written: _Written) -> Facts:
     return facts._replace(shape=shape)
 
 
+def _twin(key: str, twins: Container[str]) -> str:
+    """The name of the part of the second form that goes with the part `key` of a weight of `twins`; else ""."""
+    weight, _, part = key.rpartition(".")
+    return f"{weight}.{OTHER}{part}" if weight in twins else ""
+
+
+def _is_second(keys: Iterable[str], part: str, twins: Container[str]) -> bool:
+    """Whether `keys`, of parts `part`, are those of second forms of weights of `twins`."""
+    return part.startswith(OTHER) and all(key.removesuffix(f".{part}") in twins for key in keys)
+
+
 class _Role(NamedTuple):
     unit: Unit
     name: str
@@ -237,6 +249,7 @@ def plan(
     shard: Shard = WHOLE,
     keep: bool = False,
     linears: Container[str] = (),
+    twins: Container[str] = (),
 ) -> Plan:
     """Plans a conversion of the tensors `sources`.
 
@@ -246,6 +259,7 @@ def plan(
             all ranks. With targets, the rank whose experts are taken out of those of all ranks.
         keep: only without targets: experts that have separate tensors in the source have them in the result too.
         linears: places of grouped linear layers outside of an MLP whose columns are permuted like those of an MLP.
+        twins: quantised weights of the target whose two forms have the same codes, so that either makes both.
 
     Raises:
         ValueError: a tensor is ambiguous, incomplete, or has a wrong shape or dtype. Keys of the target that no source
@@ -256,7 +270,7 @@ def plan(
     given = units_of(sources, source, strip=targets is not None, places=places, linears=linears)
     if wanted is not None and given.units and any(kind == "linear" for kind, _ in given.units):
         wanted = units_of(targets or {}, target, strip=True, places=given.units.keys(), linears=linears)
-    made = _Maker(sources, targets, source, target, interleaves, shard, keep, linears, Plan(units=given))
+    made = _Maker(sources, targets, source, target, interleaves, shard, keep, linears, twins, Plan(units=given))
     for at, unit in given.units.items():
         other = None if wanted is None else wanted.units.get(at)
         if wanted is None:
@@ -267,6 +281,7 @@ def plan(
             made.leave(key for role in unit.roles.values() for key in role.keys)
     rest = None if wanted is None or targets is None else _names(wanted, given)
     made.others(given.rest, rest)
+    made.second_forms()
     if targets is not None:
         filled = {key for move in made.plan.moves for key in move.targets}
         made.plan.missing = [key for key in targets if key not in filled]
@@ -292,6 +307,7 @@ class _Maker:
     shard: Shard
     keep: bool
     linears: Container[str]
+    twins: Container[str]
     plan: Plan
 
     def leave(self, keys: Iterable[str]) -> None:
@@ -461,9 +477,10 @@ class _Maker:
         after = _Written(self.target, paths, local, single and bool(self.target.one))
         # A form that the model does not hold is not read: beside adapters a layer has that of forward alone.
         extra = set[str]() if other is None else set(role.parts) - set(other.parts)
-        if other is not None and (
-            set(other.parts) - set(role.parts) or not all(each.startswith("other.") for each in extra)
-        ):
+        lacking = set[str]() if other is None else set(other.parts) - set(role.parts)
+        if other is not None and "values" in role.parts:
+            lacking -= {part for part, slots in other.parts.items() if _is_second(slots.values(), part, self.twins)}
+        if other is not None and (lacking or not all(each.startswith(OTHER) for each in extra)):
             self._parts(role, other)
             return
         if self.source.parts.get("values") == "_blocks" and "" not in role.parts:
@@ -494,6 +511,20 @@ class _Maker:
                     self._same(keys[0], made, self.targets[key])
             move = Move(tuple(keys), tuple(names), way, tuple(found), name, part, unit.place)
             self.plan.moves.append(move)
+
+    def second_forms(self) -> None:
+        """Makes the second form of weights of `twins` of the first, where the sources have no other."""
+        filled = {key for move in self.plan.moves for key in move.targets}
+        for move in list(self.plan.moves):
+            names = tuple([_twin(key, self.twins) for key in move.targets])
+            if self.targets is None or not all(each in self.targets and each not in filled for each in names):
+                continue
+            turned = names[0].endswith(".values")
+            way = (*move.steps, steps.Transpose()) if turned else move.steps
+            facts = tuple(steps.Transpose().facts(list(move.facts))) if turned else move.facts
+            for key, made in zip(names, facts, strict=True):
+                self._same(move.sources[0], made, self.targets[key])
+            self.plan.moves.append(replace(move, targets=names, steps=way, facts=facts, part=OTHER + move.part))
 
     def _parts(self, role: Role, other: Role) -> None:
         found = "plain" if "" in role.parts else f"quantised with {', '.join(sorted(role.parts))}"

@@ -14,7 +14,7 @@ from grouped_core.checkpoint_metadata import FILES, Other, Spec, described
 from grouped_core.checkpoint_plan import Move, Plan, Shard, fixed_or, interleave_option, plan
 from grouped_core.formats import FORMATS, Format, QTensor
 from grouped_core.layout_steps import Arrays, run_steps
-from grouped_core.layouts import LAYOUTS, Layout, layout_option, stacked, units_of
+from grouped_core.layouts import LAYOUTS, OTHER, Layout, layout_option, stacked, units_of
 from grouped_core.lora_layout import is_factor
 from grouped_core.safetensors_file import Facts, numpy_dtype
 
@@ -24,7 +24,7 @@ Flat = dict[str, Any]
 
 def forms(q: QTensor[Any]) -> list[tuple[str, QTensor[Any]]]:
     """The forms of a quantised weight with the prefix of their parts' names."""
-    return [("", q)] + ([] if q.other is None else [("other.", q.other)])
+    return [("", q)] + ([] if q.other is None else [(OTHER, q.other)])
 
 
 def formats_of(q: QTensor[Any]) -> tuple[Format, ...]:
@@ -62,7 +62,7 @@ def _names(q: QTensor[Any]) -> list[str]:
 
 def _assembled(q: QTensor[Any], parts: Mapping[str, Any], prefix: str = "") -> QTensor[Any]:
     own = {part: parts[prefix + part] for part in PARTS if prefix + part in parts}
-    other = None if q.other is None else _assembled(q.other, parts, "other.")
+    other = None if q.other is None else _assembled(q.other, parts, OTHER)
     return dataclasses.replace(q, **own, other=other)
 
 

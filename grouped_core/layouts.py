@@ -22,11 +22,13 @@ Paths = tuple[str, ...]
 
 WEIGHTS, BIASES = ("wi", "wo", "linear"), ("wi_bias", "wo_bias", "linear_bias")
 LAYER = ("router", "selection_bias", "shared_gate")
+OTHER = "other."
+"""In front of the names of the parts of a quantised weight's second form."""
 
 _OWN_PARTS = MappingProxyType(
     {
         part: f".{part}"
-        for prefix in ("", "other.")
+        for prefix in ("", OTHER)
         for part in (f"{prefix}values", f"{prefix}scales", f"{prefix}group_scales")
     }
 )

@@ -144,22 +144,26 @@ def mesh_for(function: str, axes: MeshAxes, mesh: Any, x: Any) -> Any:
     return mesh
 
 
-def manual_axes(mesh: Any, axes: MeshAxes) -> set[str]:
+def manual_axes(mesh: Any, axes: MeshAxes, check_vma: bool) -> set[str]:
     """The axes to open `shard_map` over: those of `axes`, and those of one device, which split nothing.
 
     On CPUs all of them: XLA ends the process where it promotes a sum of 16 bits (`AllReducePromotion`) while another
-    axis is Auto. Along such an axis arrays are then replicated, and every device computes the same.
+    axis is Auto. Along such an axis arrays are then replicated, and every device computes the same. Not without
+    `check_vma`, where JAX would add up gradients and accumulators over it.
     """
     context = jax.sharding.get_abstract_mesh()
     taken = set() if context.empty else set(context.manual_axes)
-    every = _platform(mesh) == "cpu"
+    every = check_vma and _platform(mesh) == "cpu"
     others = {name for name in mesh.axis_names if name not in taken and (every or mesh.shape[name] == 1)}
     return set(axes.names) | others
 
 
 def _platform(mesh: Any) -> str:
-    """Of the devices of a mesh; an abstract one has those of the default backend."""
-    return mesh.devices.flat[0].platform if isinstance(mesh, jax.sharding.Mesh) else jax.default_backend()
+    """Of the devices of a mesh; an abstract one that does not know them has those of the default backend."""
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh.devices.flat[0].platform
+    device = getattr(mesh, "abstract_device", None)
+    return getattr(device, "platform", None) or jax.default_backend()
 
 
 def ranks_along(mesh: Any, axis: Axis) -> int:

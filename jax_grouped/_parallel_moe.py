@@ -197,7 +197,7 @@ def open_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
         mesh=plan.mesh,
         in_specs=(specs,),
         out_specs=(_mesh.spec_over(plan.axes.tokens, 2), P()),
-        axis_names=_mesh.manual_axes(plan.mesh, plan.axes),
+        axis_names=_mesh.manual_axes(plan.mesh, plan.axes, plan.check_vma),
         check_vma=plan.check_vma,
     )(laid)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from grouped_core import checkpoint_tensors, lora_layout, safetensors_file
-from grouped_core.checkpoint_files import Model, loading, opened, part_file, unused_message
+from grouped_core.checkpoint_files import Model, loading, opened, part_file, twins, unused_message
 from grouped_core.checkpoint_fp8 import dequantized
 from grouped_core.checkpoint_metadata import NAME, Other, Spec, beside
 from grouped_core.checkpoint_plan import fixed_or, interleave_option, plan, shard_option
@@ -223,16 +223,17 @@ def load_hook(layout: str, *, interleave: Interleave = None) -> Callable[..., No
             return asked[place], given[1] if act is None else act.interleave
 
         facts = {key: _facts(value) for key, value in inside.items() if isinstance(value, Tensor)}
-        targets = _with_plain(targets, _taken_plain(_quantised({"": module}), facts))
-        own = plan(facts, source, LAYOUTS[_LAYOUT], pair, targets=targets, linears=linears)
+        weights = _quantised({"": module})
+        targets = _with_plain(targets, _taken_plain(weights, facts))
+        both = twins({key: formats_of(weight.q) for key, weight in weights.items()})
+        own = plan(facts, source, LAYOUTS[_LAYOUT], pair, targets=targets, linears=linears, twins=both)
         moves = [move for move in own.moves if move.role or move.steps]
         made = {}
         for move in moves:
             values = run_steps(move.steps, [inside[key] for key in move.sources], TORCH)
             made |= {prefix + key: value for key, value in zip(move.targets, values, strict=True)}
-        for move in moves:
-            for key in move.sources:
-                del state[prefix + key]
+        for key in {key for move in moves for key in move.sources}:
+            del state[prefix + key]
         state.update(made)
         _tell_layers(module, asked, state, prefix, local_metadata)
 

@@ -412,6 +412,20 @@ def test_nested_trees_stay_nested() -> None:
     same(checkpoint.convert(there, "hugging_face", "jax_grouped"), given)
 
 
+@pytest.mark.rule("CKP-5", "QNT-1")
+@pytest.mark.parametrize("folder", [False, True])
+def test_one_form_of_codes_makes_both(tmp_path: Path, folder: bool) -> None:
+    """With one scale per group they have the same codes."""
+    path, w = (
+        tmp_path / ("f" if folder else "f.safetensors"),
+        jax.random.normal(jax.random.key(0), (3, 16, 32), "bfloat16"),
+    )
+    one, both = quantize(w, "fp8_tensor", axis=1), quantize(w, "fp8_tensor", axis=(1, 2))
+    checkpoint.save(path, {"wo": one})
+    found = checkpoint.load(path, {"wo": jax.tree.map(jnp.zeros_like, both)})["wo"]
+    jax.tree.map(bitwise, found, both)
+
+
 def test_mxfp4_of_gpt_oss_is_read_as_it_is(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     given = {"experts.gate_up_proj_blocks": rng.integers(0, 256, (E, 2 * F, H // 32, 16), np.uint8)}

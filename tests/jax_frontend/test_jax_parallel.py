@@ -402,6 +402,24 @@ def test_axes_of_the_mesh_that_are_not_named(kind: AxisType, size: int, nested: 
     jax.tree.map(asserts.bitwise, found(mesh_of(kind, data=2, expert=2, other=size)), expected)
 
 
+@pytest.mark.rule("LYR-9", "GRD-1")
+def test_accumulators_beside_an_axis_that_is_not_named() -> None:
+    """Without `check_vma` JAX adds up what is not split: an accumulator must not be counted once per device."""
+    p, x, dy = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy")
+    wi, wo = (jnp.ones(p[name].shape, jnp.float32) for name in ("wi", "wo"))
+
+    def total(accum: Any, mesh: Any) -> Any:
+        options = {"wgrad_accum": accum, "check_vma": False, "mesh": mesh, "axes": MeshAxes(expert="expert")}
+        y, _ = parallel.moe(x, p["router"], p["wi"], p["wo"], K, **options)
+        return (y * dy).sum()
+
+    found, expected = (
+        jax.jit(jax.grad(partial(total, mesh=mesh)))((wi, wo))
+        for mesh in (mesh_of(expert=2, other=2), mesh_of(expert=2))
+    )
+    jax.tree.map(asserts.bitwise, found, expected)
+
+
 def masked_gradients(layer: Any, dy: Any) -> Any:
     """`gradients` with the mask as an argument, so that one program runs with several."""
     return jax.jit(lambda p, x, mask: gradients(partial(layer, mask=mask), dy)(p, x))

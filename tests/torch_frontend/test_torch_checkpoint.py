@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from grouped_core.layouts import LAYOUTS
+from grouped_core.recipes import Recipe
 from grouped_core.safetensors_file import File
 from tests.asserts import bitwise, refused
 from tests.checkpoint_tools import WRITTEN, E, F, H, expert_parts, written
@@ -23,6 +24,7 @@ from torch_bridge import (
     MXFP8,
     Activation,
     FP8Block,
+    FP8Current,
     FP8Delayed,
     QTensor,
     checkpoint,
@@ -538,6 +540,53 @@ def test_codes_of_another_format_are_refused_even_where_shapes_agree(tmp_path: P
     checkpoint.load(path, copy.deepcopy(tree))
     with refused(ValueError, ["`wi.values` in nvfp4", "expected rotated of the model", "in that format"]):
         checkpoint.load(path, {**tree, "linear_fc1.weight": rotated})
+
+
+@pytest.mark.rule("CKP-5", "QNT-1")
+@pytest.mark.parametrize("base", [FP8Current, FP8Delayed], ids=lambda r: r.name)
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_one_form_of_codes_makes_both(tmp_path: Path, base: Recipe, single: bool, hooked: bool) -> None:
+    """With one scale per group they have the same codes. A list of weights becomes a packed one and the reverse."""
+
+    def layer(recipe: Recipe, single: bool) -> nn.GroupedMLP:
+        options: dict[str, Any] = {"recipe": recipe, "quantized_weights": True, "single_grouped_weight": single}
+        return nn.GroupedMLP(E, H, F, bias=False, **options)
+
+    def weights(layer: nn.GroupedMLP) -> list[QTensor[Tensor]]:
+        of_layers = (layer.linear_fc1.weight_parameters(), layer.linear_fc2.weight_parameters())
+        return [stacked([each.q for each in parameters]) for parameters in of_layers]
+
+    def stacked(members: list[QTensor[Tensor]]) -> QTensor[Tensor]:
+        parts = [part for part in ("values", "scales", "group_scales") if getattr(members[0], part) is not None]
+        whole: dict[str, Any] = {part: torch.cat([getattr(each, part) for each in members]) for part in parts}
+        if members[0].other is not None:
+            whole["other"] = stacked([each.other for each in members if each.other is not None])
+        return dataclasses.replace(members[0], **whole)
+
+    first, both = layer(base.replace(saved_weights="forward"), single), layer(base, not single)
+    if hooked:
+        both.register_load_state_dict_pre_hook(checkpoint.load_hook("torch_bridge"))
+        both.load_state_dict(first.state_dict())
+    else:
+        checkpoint.save(tmp_path / "f.safetensors", first)
+        checkpoint.load(tmp_path / "f.safetensors", both)
+    for found, given in zip(weights(both), weights(first), strict=True):
+        assert found.other is not None
+        for form, values in ((found, given.values), (found.other, given.values.transpose(1, 2))):
+            bitwise(form.values, values)
+            for part in ("scales", "group_scales"):
+                if getattr(given, part) is not None:
+                    bitwise(getattr(form, part), getattr(given, part), part)
+
+
+@pytest.mark.rule("CKP-5")
+def test_codes_of_one_form_with_other_codes_make_no_other(tmp_path: Path) -> None:
+    path, w = tmp_path / "f.safetensors", torch.randn(2, 64, 64)
+    other = {"linear_fc2.weight": torch.randn(2, 64, 64)}
+    checkpoint.save(path, {"linear_fc1.weight": quantize(w, "mxfp8", axis=2), **other}, "srelu")
+    with refused(ValueError, ["is quantised with scales, values", "other.scales, other.values", "in that form"]):
+        checkpoint.load(path, {"linear_fc1.weight": quantize(w, "mxfp8", axis=(2, 1)), **other})
 
 
 @pytest.mark.parametrize("layout", WRITTEN)

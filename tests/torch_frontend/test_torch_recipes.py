@@ -573,9 +573,41 @@ def test_under_a_flag_all_forms_are_made_before_a_capture(monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(_cache, "capture_on", lambda device: 1)
         run(trains=False)
-    with asserts.refused(RuntimeError, ["weight cache of", "another form", "before the first capture", "warm-up"]):
+    with asserts.refused(RuntimeError, ["weight cache of", "another form", "before the first capture", "a copy of the layer"]):
         run()
     run(trains=False)
+
+
+@pytest.mark.rule("QNT-6", "CAP-3")
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_capture_under_a_flag_is_no_update(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
+    """Neither do later passes take codes for those of the weights that it saw, nor does a pending backward."""
+    layer, run = _linear_of(recipes.MXFP8)
+    layer.set_weight_update(True)
+    expected = run()
+    y = layer(torch.ones(8, 32, dtype=torch.bfloat16).requires_grad_(), torch.tensor([4, 4], dtype=torch.int32))
+    with torch.no_grad():
+        layer.weight.mul_(-3)
+    layer.set_weight_update(False)
+    with monkeypatch.context() as patched:
+        patched.setattr(_cache, "capture_on", lambda device: 1)
+        run(trains=trains)
+    asserts.bitwise(run(), expected)
+    layer.set_weight_update(True)
+    run(trains=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.float().sum().backward()
+
+
+@pytest.mark.rule("QNT-5")
+def test_an_update_is_one_whatever_the_versions_say() -> None:
+    """Writes through `.data` do not count; the form that an evaluation does not make is older than the weights then."""
+    layer, run = _linear_of(recipes.MXFP8)
+    run(True)
+    layer.weight.data.mul_(-3)
+    run(True, trains=False)
+    found = run(False)
+    asserts.bitwise(found, run(True))
 
 
 @pytest.mark.rule("QNT-5")

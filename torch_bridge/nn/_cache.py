@@ -35,8 +35,8 @@ class WeightCache:
     device, which captured graphs read at each replay. A copy, including an unpickled one, starts empty.
 
     No Python runs when a graph is replayed, and graphs are replayed in any order. So a captured pass whose `first` is
-    False relies on nothing but what all captured updates write, and later updates write all forms that captured passes
-    read. Under a flag all captured passes write the same forms.
+    False relies on nothing but what all captured updates write, and later updates write all forms, of weights of the
+    same dtype, that captured passes read. Under a flag all captured passes write the same forms.
 
     Attributes:
         update: the flag of the last call of `set_update`; None if there was no call, so that there is no flag.
@@ -113,19 +113,20 @@ class WeightCache:
             self.set_update(bool(self.update), source.device)
         keys: list[_Key] = [(axis, fmt, source.dtype) for axis, fmt in wanted]
         writes = self.update if first is None else first
-        if not keys and not writes:
-            return []
         capture = capture_on(source.device)
+        if not keys and not writes and not (capture and first is None and self._forms):
+            return []
         if not writes and (reason := self._stale(keys, parameters, capture, by_flag=first is None)):
             raise RuntimeError(
                 f"weight cache of {name}: {reason}, expected forms of the current weights; run the first "
                 "microbatch after each change of the weights with is_first_microbatch=True, or after "
                 "set_weight_update(True); where FSDP2 gathers them for each pass, leave `is_first_microbatch` out."
             )
-        if first is None and self._captured and not self._forms.keys() >= set(keys):
+        if first is None and not all(written.issuperset(keys) for written in self._written(source.dtype)):
             raise RuntimeError(
                 f"weight cache of {name}: a pass that reads another form than captured graphs update, expected all "
-                "forms from before the first capture; run a pass of each kind first, as warm-up."
+                "forms from before the first capture; run a pass of each kind before it, in a copy of the layer, whose "
+                "cache is empty."
             )
         due, unmeasured = self._due(keys, source.dtype, capture, first=first, measures=amax is not None)
         skip = self._skip if first is None else None
@@ -150,20 +151,25 @@ class WeightCache:
                 written, merged = self._captured.setdefault(capture, (set(), set()))
                 written |= set(due)
                 merged |= set(due) if amax is not None else set()
-            self._marks |= dict.fromkeys(due, mark)
+            if first is not None:
+                self._marks |= dict.fromkeys(due, mark)
             return [self._forms[key] for key in keys]
         if amax is not None:
             self._measured |= set(due)
         elif writes:
             self._measured -= {key for key in due if self._marks.get(key) != mark}
-        if writes:
-            if mark != self._seen or not known:
-                self._fresh.clear()
+        if writes:  # even where marks are equal: not all writes of weights count as versions
+            self._fresh.clear()
             self._seen = mark
         if writes or first is False:
             self._marks |= dict.fromkeys(due, mark)
             self._fresh |= set(due)
         return [self._forms[key] for key in keys]
+
+    def _written(self, dtype: torch.dtype) -> list[set[_Key]]:
+        """Returns, for each capture that updates forms of weights of this dtype, those that it writes."""
+        found = [{key for key in written if key[2] == dtype} for written, _ in self._captured.values()]
+        return [each for each in found if each]
 
     def _due(
         self, keys: list[_Key], dtype: torch.dtype, capture: int, *, first: bool | None, measures: bool
