@@ -573,7 +573,9 @@ def test_under_a_flag_all_forms_are_made_before_a_capture(monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(_cache, "capture_on", lambda device: 1)
         run(trains=False)
-    with asserts.refused(RuntimeError, ["weight cache of", "another form", "before the first capture", "a copy of the layer"]):
+    with asserts.refused(
+        RuntimeError, ["weight cache of", "another form", "before the first capture", "a copy of the layer"]
+    ):
         run()
     run(trains=False)
 
