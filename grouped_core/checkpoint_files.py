@@ -178,8 +178,16 @@ def loading(
         check_agreement(notes, model.layout, blocks, convert, reader.where)
     # Of layers outside of an MLP a foreign file says nothing: they are as the model's, unless `interleave` says it.
     linears = set() if notes is None and interleave is None else {*blocks, *layers}
-    where = {"targets": model.entries, "shard": shard, "linears": linears, "twins": twins(model.formats)}
-    made = plan(reader.entries, source, model.layout, pair, **where)
+    made = plan(
+        reader.entries,
+        source,
+        model.layout,
+        pair,
+        targets=model.entries,
+        shard=shard,
+        linears=linears,
+        twins=twins(model.formats),
+    )
     if notes is not None:
         _same_formats(notes, model, made, reader.where)
         _check_recorded(notes, made, reader.where)
@@ -257,9 +265,7 @@ def _check_stacked(notes: Recorded, model: Model, blocks: Mapping[str, int | Non
 
 def twins(formats: Mapping[str, tuple[Format, ...]]) -> frozenset[str]:
     """The weights, of those with these formats, whose two forms have the same codes."""
-    return frozenset(
-        key for key, each in formats.items() if len(each) == 2 and each[0] == each[1] and each[0].one_scale
-    )
+    return frozenset(key for key, each in formats.items() if len(each) == 2 and each[0].shares_codes(each[1]))
 
 
 def _same_formats(notes: Recorded, model: Model, made: Plan, where: str) -> None:

@@ -259,7 +259,7 @@ def plan(
             all ranks. With targets, the rank whose experts are taken out of those of all ranks.
         keep: only without targets: experts that have separate tensors in the source have them in the result too.
         linears: places of grouped linear layers outside of an MLP whose columns are permuted like those of an MLP.
-        twins: quantised weights of the target whose two forms have the same codes, so that either makes both.
+        twins: quantised weights of the target whose two forms have the same codes, so that the first makes both.
 
     Raises:
         ValueError: a tensor is ambiguous, incomplete, or has a wrong shape or dtype. Keys of the target that no source
@@ -513,12 +513,15 @@ class _Maker:
             self.plan.moves.append(move)
 
     def second_forms(self) -> None:
-        """Makes the second form of weights of `twins` of the first, where the sources have no other."""
-        filled = {key for move in self.plan.moves for key in move.targets}
+        """Makes the second form of weights of `twins` of the first, where the sources have none."""
+        filled = [key for move in self.plan.moves for key in move.targets]
+        given = {key.rpartition(f".{OTHER}")[0] for key in filled if f".{OTHER}" in key}
         for move in list(self.plan.moves):
             names = tuple([_twin(key, self.twins) for key in move.targets])
-            if self.targets is None or not all(each in self.targets and each not in filled for each in names):
+            if self.targets is None or not all(each in self.targets for each in names):
                 continue
+            if any(key.rpartition(".")[0] in given for key in move.targets):
+                continue  # the whole second form, or else what is missing is refused
             turned = names[0].endswith(".values")
             way = (*move.steps, steps.Transpose()) if turned else move.steps
             facts = tuple(steps.Transpose().facts(list(move.facts))) if turned else move.facts

@@ -219,6 +219,12 @@ class Format(Literal):
         """Whether each group has one scale and nothing else, so that both forms of a weight have the same codes."""
         return self.rule == "fp32" and self.block == 0
 
+    def shares_codes(self, other: Format | None) -> bool:
+        """Whether the forms of a weight in this format and, contracted along the other axis, in `other` have the same
+        codes.
+        """
+        return self.one_scale and self == other
+
     @property
     def powers_of_fp4(self) -> bool:
         """Whether it is E2M1 codes with power-of-two scales (MXFP4), only for weights; float16 has a smaller range."""

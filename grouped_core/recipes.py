@@ -158,7 +158,7 @@ class Recipe(Literal):
     @property
     def one_form(self) -> bool:
         """Whether the forms of the weight for forward and for dgrad have the same codes."""
-        return self.forward[1] == self.dgrad[1] and self.forward[1].one_scale
+        return self.forward[1].shares_codes(self.dgrad[1])
 
     @property
     def of_gradients(self) -> Recipe:

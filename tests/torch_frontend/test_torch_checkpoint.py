@@ -581,6 +581,20 @@ def test_one_form_of_codes_makes_both(tmp_path: Path, base: Recipe, single: bool
 
 
 @pytest.mark.rule("CKP-5")
+@pytest.mark.parametrize("part", ["values", "scales"])
+def test_a_part_of_a_second_form_is_not_completed(part: str) -> None:
+    """A damaged checkpoint is refused, also where the first form has the codes."""
+    options: dict[str, Any] = {"recipe": FP8Current, "quantized_weights": True, "single_grouped_weight": True}
+    model = nn.GroupedMLP(E, H, F, bias=False, **options)
+    state = model.state_dict()
+    lost = next(key for key in state if key.endswith(f".other.{part}"))
+    del state[lost]
+    model.register_load_state_dict_pre_hook(checkpoint.load_hook("torch_bridge"))
+    with refused(ValueError, [f"is quantised without other.{part}"]):
+        model.load_state_dict(state)
+
+
+@pytest.mark.rule("CKP-5")
 def test_codes_of_one_form_with_other_codes_make_no_other(tmp_path: Path) -> None:
     path, w = tmp_path / "f.safetensors", torch.randn(2, 64, 64)
     other = {"linear_fc2.weight": torch.randn(2, 64, 64)}

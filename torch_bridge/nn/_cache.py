@@ -116,20 +116,30 @@ class WeightCache:
         capture = capture_on(source.device)
         if not keys and not writes and not (capture and first is None and self._forms):
             return []
-        if not writes and (reason := self._stale(keys, parameters, capture, by_flag=first is None)):
+        replayed = self._replayed(source.dtype)
+        before = replayed if capture else None  # done by updates that are replayed before this pass
+        if not writes and before is None and (reason := self._stale(keys, parameters, by_flag=first is None)):
             raise RuntimeError(
                 f"weight cache of {name}: {reason}, expected forms of the current weights; run the first "
                 "microbatch after each change of the weights with is_first_microbatch=True, or after "
                 "set_weight_update(True); where FSDP2 gathers them for each pass, leave `is_first_microbatch` out."
             )
-        if first is None and not all(written.issuperset(keys) for written in self._written(source.dtype)):
+        if first is None and replayed is not None and not replayed[0].issuperset(keys):
             raise RuntimeError(
                 f"weight cache of {name}: a pass that reads another form than captured graphs update, expected all "
                 "forms from before the first capture; run a pass of each kind before it, in a copy of the layer, whose "
                 "cache is empty."
             )
-        due, unmeasured = self._due(keys, source.dtype, capture, first=first, measures=amax is not None)
+        fresh, measured = (None if first is None else before) or (self._fresh, self._measured)
+        unmeasured = amax is not None and not measured.issuperset(keys)
+        held = [key for key in self._forms if key[2] == source.dtype]
         skip = self._skip if first is None else None
+        if first is None:  # all existing forms, so that no pass finds two forms of different weights
+            due = [*dict.fromkeys([*held, *keys])]
+        elif first:
+            due = [*dict.fromkeys([*keys, *(key for key in held if key in self._read)])]
+        else:
+            due = keys if unmeasured else [key for key in keys if key not in fresh]
         mark = ((self.exchanges, *_mark(parameters)), scale_mark)
         known = None not in mark[0]
         # A pass that does not train finds no amax. Forms that it made are written again, with the same content.
@@ -166,40 +176,20 @@ class WeightCache:
             self._fresh |= set(due)
         return [self._forms[key] for key in keys]
 
-    def _written(self, dtype: torch.dtype) -> list[set[_Key]]:
-        """Returns, for each capture that updates forms of weights of this dtype, those that it writes."""
-        found = [{key for key in written if key[2] == dtype} for written, _ in self._captured.values()]
-        return [each for each in found if each]
-
-    def _due(
-        self, keys: list[_Key], dtype: torch.dtype, capture: int, *, first: bool | None, measures: bool
-    ) -> tuple[list[_Key], bool]:
-        """Returns the forms that a pass writes, and whether an amax that it looks for is missing.
-
-        Args:
-            keys: the forms that it reads. dtype: of the weights. capture: as `capture_on` says. measures: whether it
-                looks for the amax of the weights.
+    def _replayed(self, dtype: torch.dtype) -> tuple[set[_Key], set[_Key]] | None:
+        """Returns what all captures do that update forms of weights of this dtype: the forms that each of them writes,
+        and those whose amax each merges. None where there is no such capture.
         """
-        held = [key for key in self._forms if key[2] == dtype]
-        fresh, measured = self._fresh, self._measured
-        if capture and self._captured and first is not None:
-            fresh, measured = (set.intersection(*each) for each in zip(*self._captured.values(), strict=True))
-        unmeasured = measures and not measured.issuperset(keys)
-        if first is None:  # all existing forms, so that no pass finds two forms of different weights
-            return [*dict.fromkeys([*held, *keys])], unmeasured
-        if first:
-            return [*dict.fromkeys([*keys, *(key for key in held if key in self._read)])], unmeasured
-        return keys if unmeasured else [key for key in keys if key not in fresh], unmeasured
+        found = [each for each in self._captured.values() if any(key[2] == dtype for key in each[0])]
+        if not found:
+            return None
+        written, merged = (set.intersection(*each) for each in zip(*found, strict=True))
+        return written, merged
 
-    def _stale(self, keys: Sequence[_Key], parameters: Sequence[Any], capture: int, *, by_flag: bool) -> str | None:
-        """Returns why the forms cannot be reused, or None. With `by_flag` versions are not compared, as in replays.
-
-        Nor are they in a pass that is captured after an update: it is replayed after the update as well.
-        """
+    def _stale(self, keys: Sequence[_Key], parameters: Sequence[Any], *, by_flag: bool) -> str | None:
+        """Returns why the forms cannot be reused, or None. With `by_flag` versions are not compared, as in replays."""
         if self._seen is None or not self._forms:
             return "empty"
-        if capture and self._captured:
-            return None
         if by_flag:
             return None if all(key in self._forms for key in keys) else "without the form that this pass reads"
         if (self.exchanges, *_mark(parameters)) == self._seen[0]:

@@ -341,7 +341,7 @@ def _match_forms(groups: int, state: dict[str, Any], prefix: str, like: QTensor[
         if like.other is None:
             for key in second:
                 del state[key]
-        elif not second and like.format.one_scale and like.other.format == like.format:
+        elif not second and like.format.shares_codes(like.other.format):
             for part, tensor in own.items():
                 made = tensor.transpose(-1, -2).contiguous() if part == "values" else tensor.clone()
                 state[f"{first}other.{part}"] = made
