@@ -22,6 +22,7 @@ using namespace sm90;
 using Params = FewRowsParams;
 
 constexpr int64_t kMostRows = 256;  // a group, on average
+constexpr int kArrangeBlocks = 16;  // of arrange_rows that a multiprocessor has room for
 
 Scale scale_of(const GroupedMatmul& c) {
   if (!c.scales.rhs_block) return Scale::none;
@@ -43,17 +44,30 @@ void launch_shape(const GroupedMatmul& call, Params p, cudaStream_t stream) {
   p.codes = tensor_map(call.rhs.data, DType::u8, shape, S::C::kRowBytes, S::kTileCols);
   p.tile_cols = S::kTileCols;
   p.slabs = static_cast<int>(slabs_of(call.lhs.dims[1], S::kSlabs));
-  const int64_t pieces = int64_t{p.slabs} * p.most_blocks;
-  const int64_t runs = std::max<int64_t>(multiprocessors(), (pieces + kArrangeSlabs - 1) / kArrangeSlabs);
-  prefer_shared_memory<arrange_rows<S::kNibbles>>(shared_bytes(S::kNibbles, 16));
-  arrange_rows<S::kNibbles><<<static_cast<unsigned>(runs), kArrangeThreads, 0, stream>>>(p);
+  const int64_t pieces = int64_t{p.slabs} * p.most_blocks, at_once = int64_t{kArrangeBlocks} * multiprocessors();
+  p.arrange_slabs = static_cast<int>(std::clamp<int64_t>((pieces + at_once - 1) / at_once, kTogether, kArrangeSlabs));
+  const int64_t runs = (pieces + p.arrange_slabs - 1) / p.arrange_slabs;
+  constexpr auto kArrange = arrange_rows<S::kNibbles, S::kWideCache>;
+  prefer_shared_memory<kArrange>(S::kSharedBytes);
+  kArrange<<<static_cast<unsigned>(runs), kArrangeThreads, 0, stream>>>(p);
   GROUPED_CUDA_CHECK(cudaGetLastError());
   allow_shared_memory<stream_weights<S>>(S::kBytes);
-  prefer_shared_memory<stream_weights<S>>(shared_bytes(S::kNibbles, S::kWarps));
+  prefer_shared_memory<stream_weights<S>>(S::kSharedBytes);
   const int64_t col_tiles = (p.cols + S::kTileCols - 1) / S::kTileCols;
   const int64_t most = (p.most_blocks + int64_t{S::kBlocks - 1} * p.groups) / S::kBlocks * col_tiles;
   const auto grid = static_cast<unsigned>(std::clamp<int64_t>(most, 1, multiprocessors()));
   launch_early(stream_weights<S>, grid, S::kThreads, S::kBytes, stream, p);
+}
+
+// Columns that the busiest multiprocessor makes, with tiles of `tile_cols`, if each group has rows of one tile.
+int64_t most_cols(const Params& p, int64_t tile_cols) {
+  const int64_t tiles = (p.cols + tile_cols - 1) / tile_cols * std::min<int64_t>(p.groups, p.rows);
+  return (tiles + multiprocessors() - 1) / multiprocessors() * tile_cols;
+}
+// Whether tiles of 192 columns are done earlier than those of 256 or, as early, make fewer columns for nothing.
+bool narrow_tiles(const Params& p) {
+  const int64_t narrow = most_cols(p, 192), wide = most_cols(p, 256);
+  return narrow < wide || (narrow == wide && (256 - p.cols % 256) % 256 > (192 - p.cols % 192) % 192);
 }
 
 // 256 weight rows by up to 48 rows, or 192 by up to 96, where a group usually has as many: a code is widened once for
@@ -61,7 +75,10 @@ void launch_shape(const GroupedMatmul& call, Params p, cudaStream_t stream) {
 template <bool kNibbles, Scale kScale>
 void launch_scale(const GroupedMatmul& call, const Params& p, cudaStream_t stream) {
   if constexpr (kNibbles) {
-    if (mean_rows(call) <= 18) return launch_shape<StreamShape<true, kScale, 16, 2>>(call, p, stream);
+    if (mean_rows(call) <= 18) {
+      return narrow_tiles(p) ? launch_shape<StreamShape<true, kScale, 12, 2>>(call, p, stream)
+                             : launch_shape<StreamShape<true, kScale, 16, 2>>(call, p, stream);
+    }
   }
   if (mean_rows(call) <= (kScale == Scale::f32 ? 22 : 36)) {
     launch_shape<StreamShape<kNibbles, kScale, 16>>(call, p, stream);

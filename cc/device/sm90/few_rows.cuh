@@ -32,6 +32,7 @@ struct FewRowsParams {
   int64_t rows;
   int most_blocks;
   int groups, cols, depth;
+  int arrange_slabs;                               // slabs of blocks that one block of arrange_rows moves
   int slabs;                                       // of k, filled up to whole stages with zeros
   int scale_lines, scale_line_bytes, scale_outer;  // [groups, lines, bytes]; so many columns share a line
   int scale_alignment;                             // of lines, in bytes: 8, 4 or 1
@@ -43,7 +44,8 @@ struct FewRowsParams {
 // --- arrange ---
 
 constexpr int kArrangeThreads = 128;  // pieces of 8 k of one block and slab
-constexpr int kArrangeSlabs = 32;     // slabs of blocks that one block of the grid moves at most
+constexpr int kTogether = 3;          // slabs of blocks that a thread has registers for
+constexpr int kArrangeSlabs = 32;     // that one block of the grid moves at most
 
 // A warp's walk over groups: use(g, first row, end, blocks and tiles before it). Gives the totals. Tiles have at most
 // kTileBlocks blocks.
@@ -70,25 +72,23 @@ __device__ uint4 in_pairs(uint4 x) {
   }
 }
 
-// A run of slabs of blocks, one after the other. Where there are few, each multiprocessor has one block of the grid,
-// and the product's blocks, which may start meanwhile, find room beside: 32 registers per thread. Thread (part, row, q)
-// moves the 8 k of a row from 32 q + 8 part on, which lane q of a quad multiplies.
-template <bool kNibbles>
+// A run of slabs of blocks, all of them at once where the rows are few. Thread (part, row, q) moves the 8 k of a row
+// from 32 q + 8 part on, which lane q of a quad multiplies. The product's blocks, which may start meanwhile, find room
+// beside one block of 32 registers per thread. kWideCache is how the product's multiprocessors are divided; it makes a
+// kernel of its own here, because a kernel asks for its division once.
+template <bool kNibbles, bool kWideCache>
 __global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid_constant__ FewRowsParams p) {
   device::let_next_launch_begin();
   struct Rows {
     int first, end;
   };
   __shared__ Rows found[kArrangeSlabs + 1];  // from a block's first one on to the group's end
-  __shared__ int run[2];                     // the first slab, how many
-  const int slabs = p.slabs;
+  __shared__ int found_slabs;
+  const int slabs = p.slabs, begin = static_cast<int>(blockIdx.x) * p.arrange_slabs;
+  const int first = begin / slabs;
   if (threadIdx.x < 32) {
-    const int blocks = device::first_count(walk_blocks<1>(p, [](int, int64_t, int64_t, int64_t) {}).parts);
-    const int all = blocks * slabs, each = (all + gridDim.x - 1) / gridDim.x;
-    const int begin = min(static_cast<int>(blockIdx.x) * each, all), end = min(begin + each, all);
-    const int first = begin / slabs, behind = (end + slabs - 1) / slabs;
-    if (threadIdx.x == 0) run[0] = begin, run[1] = end - begin;
-    walk_blocks<1>(p, [&](int, int64_t first_row, int64_t end_row, int64_t before) {
+    const int behind = (begin + p.arrange_slabs + slabs - 1) / slabs;
+    const device::GroupTotals<> all = walk_blocks<1>(p, [&](int, int64_t first_row, int64_t end_row, int64_t before) {
       const int first_block = device::first_count(before);
       for (int block = max(first, first_block); block < behind; ++block) {
         const int row = static_cast<int>(first_row) + (block - first_block) * kBlockRows;
@@ -96,15 +96,16 @@ __global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid
         found[block - first] = Rows{row, static_cast<int>(end_row)};
       }
     });
+    if (threadIdx.x == 0) found_slabs = device::first_count(all.parts) * slabs;
   }
   __syncthreads();
-  const int first = run[0] / slabs, count = run[1];
+  const int count = min(found_slabs - begin, p.arrange_slabs);
   const int part = threadIdx.x / 32, row = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   struct Walk {
     const Rows* block;
     int slab;
   };
-  const Walk start = {found, run[0] - first * slabs};
+  const Walk start = {found, begin - first * slabs};
   const auto step = [&](Walk& at) {
     if (++at.slab == slabs) at.slab = 0, ++at.block;
   };
@@ -114,12 +115,13 @@ __global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid
     return exists ? reinterpret_cast<const uint4*>(p.lhs + (int64_t{from} * p.depth + k) * 2) : nullptr;
   };
   Walk at = start;
+  if (count > kTogether) {
 #pragma unroll 1
-  for (int i = 0; i < count; ++i, step(at)) {  // one trip to memory for all
-    if (const uint4* x = source(at)) ptx::prefetch(x);
+    for (int i = 0; i < count; ++i, step(at)) {  // one trip to memory for all
+      if (const uint4* x = source(at)) ptx::prefetch(x);
+    }
+    at = start;
   }
-  constexpr int kTogether = 3;  // as many as there are registers for
-  at = start;
 #pragma unroll 1
   for (int left = count; left > 0; left -= kTogether) {
     uint4 x[kTogether];

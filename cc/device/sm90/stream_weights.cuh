@@ -29,10 +29,6 @@
 
 namespace grouped::sm90 {
 
-// Of a block. With 4-bit codes enough stages fit beside a first cache for words of scales, which come from lines of 256
-// rows; and where there are registers for it a block of arrange_rows finds room beside.
-constexpr int shared_bytes(bool nibbles, int warps) { return (warps == 12 ? 227 : nibbles ? 193 : 225) * 1024; }
-
 constexpr int kMostSlabs = 2;  // of a stage
 
 template <bool kNibbles_, Scale kScale_, int kWarps_, int kSlabs_ = 1>
@@ -50,14 +46,19 @@ struct StreamShape {
   static constexpr int kPartsACommit = kSlabs;        // with few columns there are registers for more fragments
   static constexpr int kThreads = 32 * (kWarps + 4);  // registers are handed over by warpgroups
   static constexpr int kProducerRegisters = 32, kConsumerRegisters = kWarps == 16 ? 112 : 160;
-  static constexpr int kStagedStride = 16 + 4;  // floats: rows 4 apart in banks
-  static constexpr int kStagedBytes = kWarps * kBlockRows * kStagedStride * 4;
+  static constexpr int kStagedStride = 16 + 4;          // floats: rows 4 apart in banks
+  static constexpr int kStagedBlocks = kApart ? 1 : 2;  // at once; of float32 scales two would take a stage's room
+  static constexpr int kStagedBytes = kWarps * kStagedBlocks * kBlockRows * kStagedStride * 4;
   using Stage = StageLayout<kNibbles, kScale, kTileCols, kBlocks, kSlabs>;
   static constexpr int kCodeBytes = Stage::kCodeBytes, kRowsBytes = Stage::kRowsBytes, kRowsAt = Stage::kRowsAt;
   static constexpr int kScalesAt = Stage::kScalesAt, kStageBytes = Stage::kBytes;
   static constexpr int kControlBytes = 512;
   static constexpr int kFixedBytes = kControlBytes + kTableBytes + kStagedBytes;
-  static constexpr int kFitting = (shared_bytes(kNibbles, kWarps) - kFixedBytes) / kStageBytes;
+  // What a block leaves of 256 KiB is the first cache, through which words of scales come: lines of 256 rows. Those of
+  // 16 codes each are so long that the cache is worth more than a stage. A block of arrange_rows fits beside 16 warps.
+  static constexpr bool kWideCache = kNibbles && kScale == Scale::e4m3;
+  static constexpr int kSharedBytes = (kWideCache ? 193 : kWarps == 12 ? 227 : 225) * 1024;
+  static constexpr int kFitting = (kSharedBytes - kFixedBytes) / kStageBytes;
   static constexpr int kStages = kFitting < 8 ? kFitting : 8;
   static constexpr int kBytes = kStages * kStageBytes + kFixedBytes;
   static_assert(kStages >= 3, "copies run ahead, and scales are looked at a stage behind them");
@@ -219,7 +220,7 @@ class Consumer {
       arrival();
       item = Control::load(control_.item(ring_.slot));
       const int blocks = item.blocks();
-      if constexpr (S::kWarps == 16) {
+      if constexpr (S::kBlocks <= 6) {
         if (blocks <= 1) {
           work<8>(item);
         } else if (blocks <= 2) {
@@ -439,7 +440,7 @@ class Consumer {
     using namespace device;
     const int lane = threadIdx.x % 32, col = item.col + threadIdx.x / 32 * 16;
     constexpr int kStride = S::kStagedStride;
-    float* staged = staged_ + threadIdx.x / 32 * (kBlockRows * kStride);
+    float* staged = staged_ + threadIdx.x / 32 * (S::kStagedBlocks * kBlockRows * kStride);
     Finish f = {};
     f.factor = factor * (S::kScale == Scale::e4m3 ? static_cast<float>(1 << kE4M3Shift) : 1.0f);
     f.result_stride = p_.cols;
@@ -467,31 +468,34 @@ class Consumer {
         }
       }
     }
+    constexpr int kBlocks = kN > 8 ? S::kStagedBlocks : 1, kRows = kBlocks * kBlockRows;
 #pragma unroll 1
-    for (int j = 0; j * kBlockRows < item.rows; ++j) {
+    for (int first = 0; first < item.rows; first += kRows) {
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) staged[(lane % 4 * 2 + i % 2) * kStride + i / 2 * 8 + lane / 4] = sums[i];
+      for (int i = 0; i < 4 * kBlocks && i < kN / 2; ++i) {
+        staged[(i / 4 * kBlockRows + lane % 4 * 2 + i % 2) * kStride + i / 2 % 2 * 8 + lane / 4] = sums[i];
+      }
 #pragma unroll
-      for (int i = 0; i + 4 < kN / 2; ++i) sums[i] = sums[i + 4];
+      for (int i = 0; i + 4 * kBlocks < kN / 2; ++i) sums[i] = sums[i + 4 * kBlocks];
       __syncwarp();
-      const int64_t row = item.first_row + j * kBlockRows;
-      f.rows = item.rows - j * kBlockRows;
+      const int64_t row = item.first_row + first;
+      f.rows = item.rows - first;
       f.result = p_.result + (row * p_.cols + col) * bytes_of(p_.result_type);
       f.row_scale = p_.row_scale ? p_.row_scale + row : nullptr;
       const int out_row = lane / 2, out_col = lane % 2 * 8;
-      if (out_row >= kBlockRows) continue;
+      if (out_row >= kRows) continue;
       const float* at = staged + out_row * kStride + out_col;
       if (vectors) {
         float values[1][8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) values[0][i] = at[i];
-        finish_rows(f, out_row, kBlockRows, out_col, values);
+        finish_rows(f, out_row, kRows, out_col, values);
       } else {
 #pragma unroll 1
         for (int i = 0; i < 8; ++i) {
           float value[1][1] = {{at[i]}};
-          finish_rows(f, out_row, kBlockRows, out_col + i, value);
+          finish_rows(f, out_row, kRows, out_col + i, value);
         }
       }
     }
