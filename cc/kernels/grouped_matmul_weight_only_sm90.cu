@@ -42,6 +42,12 @@ template <class S>
 void launch_shape(const GroupedMatmul& call, Params p, cudaStream_t stream) {
   const MapShape shape = packed_shape(call.rhs.dims[0], call.rhs.dims[1], call.rhs.dims[2], DType::u8);
   p.codes = tensor_map(call.rhs.data, DType::u8, shape, S::C::kRowBytes, S::kTileCols);
+  if constexpr (S::kScaleLines) {
+    const TensorView& scales = call.scales.rhs_scales;
+    p.scale_boxes = tensor_map(scales.data, DType::u8,
+                               packed_shape(scales.dims[0], scales.dims[1], scales.dims[2], DType::u8), kScaleLineBytes,
+                               S::kTileCols);
+  }
   p.tile_cols = S::kTileCols;
   p.slabs = static_cast<int>(slabs_of(call.lhs.dims[1], S::kSlabs));
   const int64_t pieces = int64_t{p.slabs} * p.most_blocks, at_once = int64_t{kArrangeBlocks} * multiprocessors();
@@ -70,14 +76,27 @@ bool narrow_tiles(const Params& p) {
   return narrow < wide || (narrow == wide && (256 - p.cols % 256) % 256 > (192 - p.cols % 192) % 192);
 }
 
+template <Scale kScale>
+void launch_stages_of_two(const GroupedMatmul& call, const Params& p, cudaStream_t stream) {
+  narrow_tiles(p) ? launch_shape<StreamShape<true, kScale, 12, 2>>(call, p, stream)
+                  : launch_shape<StreamShape<true, kScale, 16, 2>>(call, p, stream);
+}
+// Whether a tensor copy can bring a stage's scales: a line for each column, all at multiples of 16 bytes.
+bool whole_scale_lines(const Params& p) {
+  const uintptr_t starts = reinterpret_cast<uintptr_t>(p.scales) | static_cast<uintptr_t>(p.scale_line_bytes);
+  return starts % kScaleLineBytes == 0 && p.scale_outer == 1;
+}
+
 // 256 weight rows by up to 48 rows, or 192 by up to 96, where a group usually has as many: a code is widened once for
 // all of them. With 4-bit codes, and so few rows that 24 are enough for most groups, stages of two slabs.
 template <bool kNibbles, Scale kScale>
 void launch_scale(const GroupedMatmul& call, const Params& p, cudaStream_t stream) {
   if constexpr (kNibbles) {
     if (mean_rows(call) <= 18) {
-      return narrow_tiles(p) ? launch_shape<StreamShape<true, kScale, 12, 2>>(call, p, stream)
-                             : launch_shape<StreamShape<true, kScale, 16, 2>>(call, p, stream);
+      if constexpr (kScale == Scale::e4m3) {
+        if (whole_scale_lines(p)) return launch_stages_of_two<Scale::e4m3_lines>(call, p, stream);
+      }
+      return launch_stages_of_two<kScale>(call, p, stream);
     }
   }
   if (mean_rows(call) <= (kScale == Scale::f32 ? 22 : 36)) {

@@ -87,27 +87,30 @@ struct Codes<true> {
 
 // --- scales ---
 
-enum class Scale { none, e8m0, e4m3, f32 };
+enum class Scale { none, e8m0, e4m3, e4m3_lines, f32 };  // e4m3_lines: of whole 16 bytes, which are a stage's
 
+constexpr bool is_e4m3(Scale scale) { return scale == Scale::e4m3 || scale == Scale::e4m3_lines; }
 constexpr int scale_bytes(Scale scale) { return scale == Scale::none ? 0 : scale == Scale::f32 ? 4 : 1; }
 // Bytes of the scales of one row and slab.
-constexpr int scale_bytes_of_slab(Scale scale) { return scale == Scale::none ? 0 : scale == Scale::e4m3 ? 8 : 4; }
+constexpr int scale_bytes_of_slab(Scale scale) { return scale == Scale::none ? 0 : is_e4m3(scale) ? 8 : 4; }
 // From one row's words to the next one's in a stage: room for those that the bytes of `slabs` touch, wherever they
 // start. Eight rows are in banks of their own.
 constexpr int scale_words(Scale scale, int slabs) {
-  return scale == Scale::none  ? 0
-         : scale == Scale::f32 ? 1
-                               : (scale == Scale::e8m0 ? 2 : 3) * slabs + (scale == Scale::e4m3 && slabs == 1);
+  return scale == Scale::none         ? 0
+         : scale == Scale::f32        ? 1
+         : scale == Scale::e4m3_lines ? 2 * slabs
+         : scale == Scale::e4m3       ? 3 * slabs + (slabs == 1)
+                                      : 2 * slabs;
 }
 // Where the scales of a lane's 32 k of a slab are in a row's words: bytes of this word and the next, by a selector, if
 // the line of scales starts `start` bytes behind a multiple of 4. E8M0: one byte, and three times the sign of another,
 // which is 0 where no scale is large; E4M3: two.
 GROUPED_HOST_DEVICE constexpr uint32_t scale_word(Scale scale, int slab, uint32_t q) {
-  return scale == Scale::e4m3 ? 2 * slab + q / 2 : slab;
+  return is_e4m3(scale) ? 2 * slab + q / 2 : slab;
 }
 GROUPED_HOST_DEVICE constexpr uint32_t scale_selector(Scale scale, uint32_t start, uint32_t q) {
-  const uint32_t first = start % 4 + (scale == Scale::e4m3 ? q % 2 * 2 : q);
-  return scale == Scale::e4m3 ? first | (first + 1) << 4 : 0x8880 | first;
+  const uint32_t first = start % 4 + (is_e4m3(scale) ? q % 2 * 2 : q);
+  return is_e4m3(scale) ? first | (first + 1) << 4 : 0x8880 | first;
 }
 
 // --- a stage: codes of its slabs, rows of its slabs, scales ---

@@ -122,6 +122,11 @@ struct ScaleReader {
         for (int slab = 0; slab < kSlabs; ++slab) {
           codes[slab][r] = pairs::chosen_bytes(words[slab], words[slab + 1], selector[r]);
         }
+      } else if constexpr (kScale == Scale::e4m3_lines) {
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+          codes[slab][r] = pairs::chosen_bytes(ptx::load_shared_word(at + 8 * slab), 0, selector[r]);
+        }
       } else if constexpr (kScale == Scale::e4m3) {
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {

@@ -30,6 +30,7 @@
 namespace grouped::sm90 {
 
 constexpr int kMostSlabs = 2;  // of a stage
+constexpr int kScaleLineBytes = 16;
 
 template <bool kNibbles_, Scale kScale_, int kWarps_, int kSlabs_ = 1>
 struct StreamShape {
@@ -57,6 +58,7 @@ struct StreamShape {
   // What a block leaves of 256 KiB is the first cache, through which words of scales come: lines of 256 rows. Those of
   // 16 codes each are so long that the cache is worth more than a stage. A block of arrange_rows fits beside 16 warps.
   static constexpr bool kWideCache = kNibbles && kScale == Scale::e4m3;
+  static constexpr bool kScaleLines = kScale == Scale::e4m3_lines, kScaleWords = kScale != Scale::none && !kScaleLines;
   static constexpr int kSharedBytes = (kWideCache ? 193 : kWarps == 12 ? 227 : 225) * 1024;
   static constexpr int kFitting = (kSharedBytes - kFixedBytes) / kStageBytes;
   static constexpr int kStages = kFitting < 8 ? kFitting : 8;
@@ -131,7 +133,13 @@ __device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t 
   const auto load_codes = [&](int stage, uint32_t slot) {
     const uint32_t full = control.full(slot);
     if (stage == 0) control.next_begins(slot);
-    ptx::barrier_arrive_expect(full, S::kSlabs * (S::kCodeBytes + item.blocks() * kRowBlockBytes));
+    const uint32_t bytes = S::kSlabs * (S::kCodeBytes + item.blocks() * kRowBlockBytes);
+    ptx::barrier_arrive_expect(full, S::kScaleLines ? bytes + S::kTileCols * kScaleLineBytes : bytes);
+    if constexpr (S::kScaleLines) {
+      static_assert(scale_bytes_of_slab(S::kScale) * S::kSlabs == kScaleLineBytes);
+      ptx::tensor_load(shared + slot * S::kStageBytes + S::kScalesAt, &p.scale_boxes,
+                       {{stage * kScaleLineBytes, item.col, item.group(), 0}}, full);
+    }
 #pragma unroll 1
     for (int i = 0; i < S::kSlabs; ++i) {
       ptx::tensor_load(shared + slot * S::kStageBytes + i * S::kCodeBytes, &p.codes,
@@ -442,7 +450,7 @@ class Consumer {
     constexpr int kStride = S::kStagedStride;
     float* staged = staged_ + threadIdx.x / 32 * (S::kStagedBlocks * kBlockRows * kStride);
     Finish f = {};
-    f.factor = factor * (S::kScale == Scale::e4m3 ? static_cast<float>(1 << kE4M3Shift) : 1.0f);
+    f.factor = factor * (is_e4m3(S::kScale) ? static_cast<float>(1 << kE4M3Shift) : 1.0f);
     f.result_stride = p_.cols;
     f.result_type = p_.result_type;
     f.bias_type = p_.bias_type;
@@ -529,7 +537,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) stream_weights(const __grid_co
   const Control control = {shared + S::kBytes - S::kControlBytes};
   if (threadIdx.x == 0) {
     for (int s = 0; s < S::kStages; ++s) {
-      ptx::barrier_init(control.full(s), S::kScale == Scale::none ? 1 : 1 + kScaleLanes);
+      ptx::barrier_init(control.full(s), S::kScaleWords ? 1 + kScaleLanes : 1);
       ptx::barrier_init(control.empty(s), S::kWarps);
     }
     ptx::barrier_init_fence();
@@ -542,8 +550,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) stream_weights(const __grid_co
     const int warp = threadIdx.x / 32 - S::kWarps;
     if (warp == 0) {
       if (threadIdx.x % 32 == 0) produce<S>(p, tables, shared, control);
-    } else if (S::kScale != Scale::none && warp <= kScaleLanes / 32) {
-      produce_scales<S>(p, tables, shared, control);
+    } else if constexpr (S::kScaleWords) {
+      if (warp <= kScaleLanes / 32) produce_scales<S>(p, tables, shared, control);
     }
     return;
   }

@@ -37,7 +37,8 @@ CUtensorMap tensor_map(const void* base, DType dtype, const MapShape& shape, uin
   CUtensorMap map;
   const uint32_t box[4] = {box_cols, box_rows, 1, 1}, steps[4] = {1, 1, 1, 1};
   const int64_t wide = box_cols * dtype_bytes(dtype);
-  const CUtensorMapSwizzle swizzle = wide == 32   ? CU_TENSOR_MAP_SWIZZLE_32B
+  const CUtensorMapSwizzle swizzle = wide == 16   ? CU_TENSOR_MAP_SWIZZLE_NONE
+                                     : wide == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
                                      : wide == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                   : CU_TENSOR_MAP_SWIZZLE_128B;
   const CUresult status = tensor_map_encoder()(&map, tensor_map_dtype(dtype), 4, const_cast<void*>(base), shape.dims,

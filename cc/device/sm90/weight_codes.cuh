@@ -61,4 +61,7 @@ struct Factors<Scale::e4m3, kBias> {
   }
 };
 
+template <int kBias>
+struct Factors<Scale::e4m3_lines, kBias> : Factors<Scale::e4m3, kBias> {};
+
 }  // namespace grouped::sm90
