@@ -44,9 +44,9 @@ void launch_shape(const GroupedMatmul& call, Params p, cudaStream_t stream) {
   p.codes = tensor_map(call.rhs.data, DType::u8, shape, S::C::kRowBytes, S::kTileCols);
   if constexpr (S::kScaleLines) {
     const TensorView& scales = call.scales.rhs_scales;
-    p.scale_boxes = tensor_map(scales.data, DType::u8,
-                               packed_shape(scales.dims[0], scales.dims[1], scales.dims[2], DType::u8), kScaleLineBytes,
-                               S::kTileCols);
+    p.scale_boxes =
+        tensor_map(scales.data, DType::u8, packed_shape(scales.dims[0], scales.dims[1], scales.dims[2], DType::u8),
+                   kScaleLineBytes, S::kTileCols);
   }
   p.tile_cols = S::kTileCols;
   p.slabs = static_cast<int>(slabs_of(call.lhs.dims[1], S::kSlabs));
@@ -76,27 +76,14 @@ bool narrow_tiles(const Params& p) {
   return narrow < wide || (narrow == wide && (256 - p.cols % 256) % 256 > (192 - p.cols % 192) % 192);
 }
 
-template <Scale kScale>
-void launch_stages_of_two(const GroupedMatmul& call, const Params& p, cudaStream_t stream) {
-  narrow_tiles(p) ? launch_shape<StreamShape<true, kScale, 12, 2>>(call, p, stream)
-                  : launch_shape<StreamShape<true, kScale, 16, 2>>(call, p, stream);
-}
-// Whether a tensor copy can bring a stage's scales: a line for each column, all at multiples of 16 bytes.
-bool whole_scale_lines(const Params& p) {
-  const uintptr_t starts = reinterpret_cast<uintptr_t>(p.scales) | static_cast<uintptr_t>(p.scale_line_bytes);
-  return starts % kScaleLineBytes == 0 && p.scale_outer == 1;
-}
-
 // 256 weight rows by up to 48 rows, or 192 by up to 96, where a group usually has as many: a code is widened once for
 // all of them. With 4-bit codes, and so few rows that 24 are enough for most groups, stages of two slabs.
 template <bool kNibbles, Scale kScale>
 void launch_scale(const GroupedMatmul& call, const Params& p, cudaStream_t stream) {
   if constexpr (kNibbles) {
     if (mean_rows(call) <= 18) {
-      if constexpr (kScale == Scale::e4m3) {
-        if (whole_scale_lines(p)) return launch_stages_of_two<Scale::e4m3_lines>(call, p, stream);
-      }
-      return launch_stages_of_two<kScale>(call, p, stream);
+      return narrow_tiles(p) ? launch_shape<StreamShape<true, kScale, 12, 2>>(call, p, stream)
+                             : launch_shape<StreamShape<true, kScale, 16, 2>>(call, p, stream);
     }
   }
   if (mean_rows(call) <= (kScale == Scale::f32 ? 22 : 36)) {
@@ -104,6 +91,13 @@ void launch_scale(const GroupedMatmul& call, const Params& p, cudaStream_t strea
   } else {
     launch_shape<StreamShape<kNibbles, kScale, 12>>(call, p, stream);
   }
+}
+// With tensor copies of scales, where each column has a line of its own and all are at multiples of 16 bytes.
+template <bool kNibbles, Scale kScale, Scale kLines>
+void launch_lines(const GroupedMatmul& call, const Params& p, cudaStream_t stream) {
+  const uintptr_t starts = reinterpret_cast<uintptr_t>(p.scales) | static_cast<uintptr_t>(p.scale_line_bytes);
+  starts % kScaleLineBytes == 0 && p.scale_outer == 1 ? launch_scale<kNibbles, kLines>(call, p, stream)
+                                                      : launch_scale<kNibbles, kScale>(call, p, stream);
 }
 
 constexpr int64_t kMostCols = 256;  // of an item: 16 for each of at most 16 warps
@@ -181,11 +175,11 @@ void launch(const GroupedMatmul& call, const Context& context) {
   p.scale_bias = call.scale_bias != 0;
   p.clear_tail = !call.into.present();
   if (nibbles) {
-    return scale == Scale::e8m0 ? launch_scale<true, Scale::e8m0>(call, p, stream)
-                                : launch_scale<true, Scale::e4m3>(call, p, stream);
+    return scale == Scale::e8m0 ? launch_lines<true, Scale::e8m0, Scale::e8m0_lines>(call, p, stream)
+                                : launch_lines<true, Scale::e4m3, Scale::e4m3_lines>(call, p, stream);
   }
   if (scale == Scale::none) return launch_scale<false, Scale::none>(call, p, stream);
-  return scale == Scale::e8m0 ? launch_scale<false, Scale::e8m0>(call, p, stream)
+  return scale == Scale::e8m0 ? launch_lines<false, Scale::e8m0, Scale::e8m0_lines>(call, p, stream)
                               : launch_scale<false, Scale::f32>(call, p, stream);
 }
 

@@ -609,6 +609,28 @@ void scales_of_lanes(std::mt19937_64& rng) {
   }
 }
 
+// Likewise where lines are copied whole, one for all of the stages that it has scales of.
+template <Scale kScale, int kSlabs>
+void scales_of_whole_lines(std::mt19937_64& rng) {
+  constexpr uint32_t kStageBytes = scale_bytes_of_slab(kScale) * kSlabs;
+  static_assert(kScaleLineBytes % kStageBytes == 0 && scale_words(kScale, kSlabs) * 4 == kScaleLineBytes);
+  for (uint32_t stage = 0; stage < 8; ++stage) {
+    std::vector<uint8_t> line(8 * kStageBytes + kScaleLineBytes);
+    for (uint8_t& code : line) code = uint8_t(rng() % 128);
+    const uint32_t from = stage * kStageBytes, copied = from / kScaleLineBytes * kScaleLineBytes;
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      for (uint32_t q = 0; q < 4; ++q) {
+        uint32_t word;
+        std::memcpy(&word, &line[copied + scale_in_line(kScale, kSlabs, stage) + 4 * scale_word(kScale, slab, q)], 4);
+        const uint32_t found = chosen_bytes(word, 0, scale_selector(kScale, 0, q)) & (is_e4m3(kScale) ? 0xffff : 0xff);
+        const uint8_t* at = &line[from + scale_bytes_of_slab(kScale) * slab + (is_e4m3(kScale) ? 2 * q : q)];
+        EXPECT(found == (is_e4m3(kScale) ? at[0] | uint32_t{at[1]} << 8 : at[0]), "stage %u, slab %d, lane %u: %x",
+               stage, slab, q, found);
+      }
+    }
+  }
+}
+
 // ---- codes that are widened in shared memory ----
 
 // Every code of a tile of 192 rows of 64 becomes its value where a copy of the widened row would have put it.
@@ -910,6 +932,10 @@ int main() {
   scales_of_lanes<Scale::e8m0, 2>(rng);
   scales_of_lanes<Scale::e4m3, 1>(rng);
   scales_of_lanes<Scale::e4m3, 2>(rng);
+  scales_of_whole_lines<Scale::e8m0_lines, 1>(rng);
+  scales_of_whole_lines<Scale::e8m0_lines, 2>(rng);
+  scales_of_whole_lines<Scale::e4m3_lines, 1>(rng);
+  scales_of_whole_lines<Scale::e4m3_lines, 2>(rng);
   std::puts("lanes find the scales of their codes wherever lines of scales start");
   codes_become_tiles<pairs::Codes::mxfp4>(rng);
   codes_become_tiles<pairs::Codes::nvfp4>(rng);

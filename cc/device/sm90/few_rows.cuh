@@ -20,7 +20,7 @@ constexpr int kTableBytes = 3 * kTableEntries * 4;
 
 struct FewRowsParams {
   CUtensorMap codes;
-  CUtensorMap scale_boxes;  // of Scale::e4m3_lines
+  CUtensorMap scale_boxes;  // of scales in lines
   const int32_t* sizes;
   const uint8_t* lhs;
   uint8_t* arranged;  // [slabs of k, blocks, 2 KiB]

@@ -87,20 +87,28 @@ struct Codes<true> {
 
 // --- scales ---
 
-enum class Scale { none, e8m0, e4m3, e4m3_lines, f32 };  // e4m3_lines: of whole 16 bytes, which are a stage's
+// Of a weight row's blocks. `_lines`: a row's scales are whole lines of 16 bytes, at multiples of 16, which tensor
+// copies bring; others come by words.
+enum class Scale { none, e8m0, e8m0_lines, e4m3, e4m3_lines, f32 };
 
+constexpr bool is_e8m0(Scale scale) { return scale == Scale::e8m0 || scale == Scale::e8m0_lines; }
 constexpr bool is_e4m3(Scale scale) { return scale == Scale::e4m3 || scale == Scale::e4m3_lines; }
+constexpr bool in_lines(Scale scale) { return scale == Scale::e8m0_lines || scale == Scale::e4m3_lines; }
 constexpr int scale_bytes(Scale scale) { return scale == Scale::none ? 0 : scale == Scale::f32 ? 4 : 1; }
 // Bytes of the scales of one row and slab.
 constexpr int scale_bytes_of_slab(Scale scale) { return scale == Scale::none ? 0 : is_e4m3(scale) ? 8 : 4; }
-// From one row's words to the next one's in a stage: room for those that the bytes of `slabs` touch, wherever they
-// start. Eight rows are in banks of their own.
+constexpr int kScaleLineBytes = 16;
+// From one row's words to the next one's in a stage: a line, or room for the words that the bytes of `slabs` touch,
+// wherever they start. Eight rows are in banks of their own.
 constexpr int scale_words(Scale scale, int slabs) {
-  return scale == Scale::none         ? 0
-         : scale == Scale::f32        ? 1
-         : scale == Scale::e4m3_lines ? 2 * slabs
-         : scale == Scale::e4m3       ? 3 * slabs + (slabs == 1)
-                                      : 2 * slabs;
+  return scale == Scale::none  ? 0
+         : scale == Scale::f32 ? 1
+         : in_lines(scale)     ? kScaleLineBytes / 4
+                               : (scale == Scale::e8m0 ? 2 : 3) * slabs + (scale == Scale::e4m3 && slabs == 1);
+}
+// Where in its line a stage's scales begin: a line is loaded once for each of the stages that it has scales of.
+GROUPED_HOST_DEVICE constexpr uint32_t scale_in_line(Scale scale, int slabs, int stage) {
+  return in_lines(scale) ? stage * slabs * scale_bytes_of_slab(scale) % kScaleLineBytes : 0;
 }
 // Where the scales of a lane's 32 k of a slab are in a row's words: bytes of this word and the next, by a selector, if
 // the line of scales starts `start` bytes behind a multiple of 4. E8M0: one byte, and three times the sign of another,

@@ -91,6 +91,20 @@ class ScaleCopies {
   int left_;         // bytes of a line
 };
 
+// Whether a byte in the lines of kRows rows may be an E8M0 scale of 2 or more, or a NaN, likewise.
+template <int kRows>
+__device__ bool any_large_in_lines(uint32_t lines) {
+  lines += threadIdx.x % kScaleLanes * kScaleLineBytes;
+  uint32_t found = 0;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    uint32_t words[4];
+    ptx::load_shared_v4(lines + i * kScaleLanes * kScaleLineBytes, words);
+    found |= words[0] | words[1] | words[2] | words[3];
+  }
+  return (found & 0x80808080u) != 0;
+}
+
 // What a lane reads of a stage's scales of its two rows.
 template <Scale kScale, int kSlabs>
 struct ScaleReader {
@@ -122,10 +136,11 @@ struct ScaleReader {
         for (int slab = 0; slab < kSlabs; ++slab) {
           codes[slab][r] = pairs::chosen_bytes(words[slab], words[slab + 1], selector[r]);
         }
-      } else if constexpr (kScale == Scale::e4m3_lines) {
+      } else if constexpr (in_lines(kScale)) {
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
-          codes[slab][r] = pairs::chosen_bytes(ptx::load_shared_word(at + 8 * slab), 0, selector[r]);
+          const uint32_t word = ptx::load_shared_word(at + 4 * scale_word(kScale, slab, 0));
+          codes[slab][r] = pairs::chosen_bytes(word, 0, selector[r]);
         }
       } else if constexpr (kScale == Scale::e4m3) {
 #pragma unroll

@@ -30,7 +30,6 @@
 namespace grouped::sm90 {
 
 constexpr int kMostSlabs = 2;  // of a stage
-constexpr int kScaleLineBytes = 16;
 
 template <bool kNibbles_, Scale kScale_, int kWarps_, int kSlabs_ = 1>
 struct StreamShape {
@@ -58,7 +57,8 @@ struct StreamShape {
   // What a block leaves of 256 KiB is the first cache, through which words of scales come: lines of 256 rows. Those of
   // 16 codes each are so long that the cache is worth more than a stage. A block of arrange_rows fits beside 16 warps.
   static constexpr bool kWideCache = kNibbles && kScale == Scale::e4m3;
-  static constexpr bool kScaleLines = kScale == Scale::e4m3_lines, kScaleWords = kScale != Scale::none && !kScaleLines;
+  static constexpr bool kScaleLines = in_lines(kScale), kMayBeLarge = is_e8m0(kScale);
+  static constexpr bool kScaleWarps = kScale != Scale::none && kScale != Scale::e4m3_lines;
   static constexpr int kSharedBytes = (kWideCache ? 193 : kWarps == 12 ? 227 : 225) * 1024;
   static constexpr int kFitting = (kSharedBytes - kFixedBytes) / kStageBytes;
   static constexpr int kStages = kFitting < 8 ? kFitting : 8;
@@ -74,6 +74,7 @@ struct Control {
   __device__ uint32_t empty(uint32_t slot) const { return base + 16 * slot + 8; }
   __device__ uint32_t large(uint32_t slot) const { return base + 128 + 8 * slot; }
   __device__ uint32_t item(uint32_t slot) const { return base + 192 + 16 * slot; }
+  __device__ uint32_t lines(uint32_t slot) const { return base + 352 + 8 * slot; }  // of scales, before they are shown
   __device__ uint32_t next_item() const { return base + 320; }
   // An item in 16 bytes, and in 4 more where its rows were arranged, which the threads that multiply do not ask for.
   __device__ void store_next(const Item& item) const {
@@ -133,12 +134,15 @@ __device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t 
   const auto load_codes = [&](int stage, uint32_t slot) {
     const uint32_t full = control.full(slot);
     if (stage == 0) control.next_begins(slot);
-    const uint32_t bytes = S::kSlabs * (S::kCodeBytes + item.blocks() * kRowBlockBytes);
-    ptx::barrier_arrive_expect(full, S::kScaleLines ? bytes + S::kTileCols * kScaleLineBytes : bytes);
+    constexpr uint32_t kLines = S::kScaleLines ? S::kTileCols * kScaleLineBytes : 0;
+    const uint32_t lines = S::kMayBeLarge ? control.lines(slot) : full;
+    ptx::barrier_arrive_expect(
+        full, S::kSlabs * (S::kCodeBytes + item.blocks() * kRowBlockBytes) + (S::kMayBeLarge ? 0 : kLines));
     if constexpr (S::kScaleLines) {
-      static_assert(scale_bytes_of_slab(S::kScale) * S::kSlabs == kScaleLineBytes);
+      if constexpr (S::kMayBeLarge) ptx::barrier_arrive_expect(lines, kLines);
+      const int line = stage * S::kSlabs * scale_bytes_of_slab(S::kScale) / kScaleLineBytes * kScaleLineBytes;
       ptx::tensor_load(shared + slot * S::kStageBytes + S::kScalesAt, &p.scale_boxes,
-                       {{stage * kScaleLineBytes, item.col, item.group(), 0}}, full);
+                       {{line, item.col, item.group(), 0}}, lines);
     }
 #pragma unroll 1
     for (int i = 0; i < S::kSlabs; ++i) {
@@ -176,6 +180,23 @@ __device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t 
 
 // Where no large scale may go unseen, a stage is shown when the next one's copies have been started: by then it is
 // there, and its bytes are looked at.
+template <class S>
+__device__ void show_lines(const FewRowsParams& p, const int32_t* tables, uint32_t shared, Control control) {
+  Ring<S::kStages> ring;
+  Item item;
+  for (int index = blockIdx.x; find_item(p, tables, index, &item); index += gridDim.x) {
+#pragma unroll 1
+    for (int slab = 0; slab < p.slabs; slab += S::kSlabs) {
+      ptx::barrier_wait(control.lines(ring.slot), ring.parity);
+      const uint32_t lines = shared + ring.slot * S::kStageBytes + S::kScalesAt;
+      const bool large = __any_sync(~0u, any_large_in_lines<S::kTileCols / kScaleLanes>(lines));
+      if (threadIdx.x % 32 == 0) ptx::store_shared(control.large(ring.slot) + threadIdx.x / 32 % 2 * 4, large);
+      ptx::barrier_arrive(control.full(ring.slot));
+      ring.advance();
+    }
+  }
+}
+
 template <class S>
 __device__ void produce_scales(const FewRowsParams& p, const int32_t* tables, uint32_t shared, Control control) {
   constexpr bool kLarge = S::kScale == Scale::e8m0;
@@ -339,7 +360,7 @@ class Consumer {
 #pragma unroll 1
     do {
       const uint32_t slot = ring_.slot;
-      scales.read(tile + S::kScalesAt, codes);
+      scales.read(tile + S::kScalesAt + scale_in_line(S::kScale, kSlabs, p_.slabs / kSlabs - left), codes);
       float apart[kApart ? kN / 2 : 1];
 #pragma unroll
       for (int slab = 0; slab < kSlabs; ++slab) {
@@ -406,7 +427,7 @@ class Consumer {
                                int& left) {
     const uint32_t tile = shared_ + ring_.slot * S::kStageBytes;
     Codes2 codes;
-    scales.read(tile + S::kScalesAt, codes);
+    scales.read(tile + S::kScalesAt + scale_in_line(S::kScale, kSlabs, p_.slabs / kSlabs - left), codes);
 #pragma unroll 1
     for (int slab = 0; slab < kSlabs; ++slab) {
       const uint64_t rows = rows_descriptor(tile + S::kRowsAt + slab * S::kRowsBytes);
@@ -537,7 +558,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) stream_weights(const __grid_co
   const Control control = {shared + S::kBytes - S::kControlBytes};
   if (threadIdx.x == 0) {
     for (int s = 0; s < S::kStages; ++s) {
-      ptx::barrier_init(control.full(s), S::kScaleWords ? 1 + kScaleLanes : 1);
+      ptx::barrier_init(control.full(s), S::kScaleWarps ? 1 + kScaleLanes : 1);
+      ptx::barrier_init(control.lines(s), 1);
       ptx::barrier_init(control.empty(s), S::kWarps);
     }
     ptx::barrier_init_fence();
@@ -550,8 +572,13 @@ __global__ void __launch_bounds__(S::kThreads, 1) stream_weights(const __grid_co
     const int warp = threadIdx.x / 32 - S::kWarps;
     if (warp == 0) {
       if (threadIdx.x % 32 == 0) produce<S>(p, tables, shared, control);
-    } else if constexpr (S::kScaleWords) {
-      if (warp <= kScaleLanes / 32) produce_scales<S>(p, tables, shared, control);
+    } else if constexpr (S::kScaleWarps) {
+      if (warp > kScaleLanes / 32) return;
+      if constexpr (S::kScaleLines) {
+        show_lines<S>(p, tables, shared, control);
+      } else {
+        produce_scales<S>(p, tables, shared, control);
+      }
     }
     return;
   }

@@ -62,6 +62,8 @@ struct Factors<Scale::e4m3, kBias> {
 };
 
 template <int kBias>
+struct Factors<Scale::e8m0_lines, kBias> : Factors<Scale::e8m0, kBias> {};
+template <int kBias>
 struct Factors<Scale::e4m3_lines, kBias> : Factors<Scale::e4m3, kBias> {};
 
 }  // namespace grouped::sm90
