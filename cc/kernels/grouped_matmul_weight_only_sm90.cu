@@ -3,7 +3,7 @@
 //
 //   arrange_rows    rows -> workspace: blocks of 8 rows of one group, zero-filled, in the order in which tensor cores
 //                   read them (few_rows.cuh)
-//   stream_weights  256 weight rows by up to 24 or 48 rows per tile, or 192 by up to 96; 1 block per SM. Larger
+//   stream_weights  256 weight rows by up to 24 or 48 rows per tile, or 192 by up to 24 or 96; 1 block per SM. Larger
 //                   groups take several tiles of even height. Starts before rows are arranged (stream_weights.cuh).
 #include <algorithm>
 #include <string>
@@ -51,7 +51,8 @@ void launch_shape(const GroupedMatmul& call, Params p, cudaStream_t stream) {
   p.tile_cols = S::kTileCols;
   p.slabs = static_cast<int>(slabs_of(call.lhs.dims[1], S::kSlabs));
   const int64_t pieces = int64_t{p.slabs} * p.most_blocks, at_once = int64_t{kArrangeBlocks} * multiprocessors();
-  p.arrange_slabs = static_cast<int>(std::clamp<int64_t>((pieces + at_once - 1) / at_once, kTogether, kArrangeSlabs));
+  p.arrange_slabs =
+      static_cast<int>(std::clamp<int64_t>((pieces + at_once - 1) / at_once, kArrangeTogether, kArrangeSlabs));
   const int64_t runs = (pieces + p.arrange_slabs - 1) / p.arrange_slabs;
   constexpr auto kArrange = arrange_rows<S::kNibbles, S::kWideCache>;
   prefer_shared_memory<kArrange>(S::kSharedBytes);

@@ -45,7 +45,7 @@ struct FewRowsParams {
 // --- arrange ---
 
 constexpr int kArrangeThreads = 128;  // pieces of 8 k of one block and slab
-constexpr int kTogether = 3;          // slabs of blocks that a thread has registers for
+constexpr int kArrangeTogether = 3;   // slabs of blocks that a thread has registers for
 constexpr int kArrangeSlabs = 32;     // that one block of the grid moves at most
 
 // A warp's walk over groups: use(g, first row, end, blocks and tiles before it). Gives the totals. Tiles have at most
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid
     return exists ? reinterpret_cast<const uint4*>(p.lhs + (int64_t{from} * p.depth + k) * 2) : nullptr;
   };
   Walk at = start;
-  if (count > kTogether) {
+  if (count > kArrangeTogether) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i, step(at)) {  // one trip to memory for all
       if (const uint4* x = source(at)) ptx::prefetch(x);
@@ -124,11 +124,11 @@ __global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid
     at = start;
   }
 #pragma unroll 1
-  for (int left = count; left > 0; left -= kTogether) {
-    uint4 x[kTogether];
-    int to[kTogether];
+  for (int left = count; left > 0; left -= kArrangeTogether) {
+    uint4 x[kArrangeTogether];
+    int to[kArrangeTogether];
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
+    for (int j = 0; j < kArrangeTogether; ++j) {
       x[j] = make_uint4(0, 0, 0, 0);
       if (j >= left) continue;
       if (const uint4* from = source(at)) x[j] = *from;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid
       step(at);
     }
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
+    for (int j = 0; j < kArrangeTogether; ++j) {
       if (j >= left) continue;
       const uint4 y = in_pairs<kNibbles>(x[j]);
       const uint32_t pairs[4] = {y.x, y.y, y.z, y.w};

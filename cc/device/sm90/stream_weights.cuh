@@ -3,9 +3,8 @@
 // other operand, read from shared memory by the tensor cores themselves, once for 64 weight rows.
 //
 //   producers: a slab is 128 k of 256 weight rows (a tensor copy) and of the item's blocks of rows (a bulk copy); a
-//            |  stage is one or two of them and the weights' scales (2 warps, by words). The next item is looked up and
-//            |  its scales are asked into L2 while this one is multiplied
-//            v  ring, 3 to 5 stages
+//            |  stage is one or two of them and the weights' scales (a tensor copy, or 2 warps by words). The next item
+//            is |  looked up and its scales are asked into L2 while this one is multiplied v  ring, 3 to 6 stages
 //   consumers, 4 warpgroups of 64 weight rows: codes --bits, * scale--> fragments; wgmma, kN columns for kN rows. While
 //            |  it multiplies one part of 32 k, or two, the next ones are widened
 //            v  through shared memory, so that 8 columns of a row leave together
@@ -67,7 +66,7 @@ struct StreamShape {
 };
 
 // What the warps of a block tell each other, at the end of its shared memory: for each stage barriers, whether it has
-// large scales (a word for each warp that copies them), and the item that begins with it.
+// large scales (a word for each warp that looks at them), and the item that begins with it.
 struct Control {
   uint32_t base;
   __device__ uint32_t full(uint32_t slot) const { return base + 16 * slot; }
@@ -178,25 +177,8 @@ __device__ void produce(const FewRowsParams& p, const int32_t* tables, uint32_t 
   }
 }
 
-// Where no large scale may go unseen, a stage is shown when the next one's copies have been started: by then it is
-// there, and its bytes are looked at.
-template <class S>
-__device__ void show_lines(const FewRowsParams& p, const int32_t* tables, uint32_t shared, Control control) {
-  Ring<S::kStages> ring;
-  Item item;
-  for (int index = blockIdx.x; find_item(p, tables, index, &item); index += gridDim.x) {
-#pragma unroll 1
-    for (int slab = 0; slab < p.slabs; slab += S::kSlabs) {
-      ptx::barrier_wait(control.lines(ring.slot), ring.parity);
-      const uint32_t lines = shared + ring.slot * S::kStageBytes + S::kScalesAt;
-      const bool large = __any_sync(~0u, any_large_in_lines<S::kTileCols / kScaleLanes>(lines));
-      if (threadIdx.x % 32 == 0) ptx::store_shared(control.large(ring.slot) + threadIdx.x / 32 % 2 * 4, large);
-      ptx::barrier_arrive(control.full(ring.slot));
-      ring.advance();
-    }
-  }
-}
-
+// By words. Where no large scale may go unseen, a stage is shown when the next one's copies have been started: by then
+// it is there, and its bytes are looked at.
 template <class S>
 __device__ void produce_scales(const FewRowsParams& p, const int32_t* tables, uint32_t shared, Control control) {
   constexpr bool kLarge = S::kScale == Scale::e8m0;
@@ -231,6 +213,24 @@ __device__ void produce_scales(const FewRowsParams& p, const int32_t* tables, ui
   if constexpr (kLarge) {
     device::wait_copies<0>();
     if (before >= 0) show(before);
+  }
+}
+
+// Scales that a tensor copy brings are shown once two warps have looked whether some are large.
+template <class S>
+__device__ void show_lines(const FewRowsParams& p, const int32_t* tables, uint32_t shared, Control control) {
+  Ring<S::kStages> ring;
+  Item item;
+  for (int index = blockIdx.x; find_item(p, tables, index, &item); index += gridDim.x) {
+#pragma unroll 1
+    for (int slab = 0; slab < p.slabs; slab += S::kSlabs) {
+      ptx::barrier_wait(control.lines(ring.slot), ring.parity);
+      const uint32_t lines = shared + ring.slot * S::kStageBytes + S::kScalesAt;
+      const bool large = __any_sync(~0u, any_large_in_lines<S::kTileCols / kScaleLanes>(lines));
+      if (threadIdx.x % 32 == 0) ptx::store_shared(control.large(ring.slot) + threadIdx.x / 32 % 2 * 4, large);
+      ptx::barrier_arrive(control.full(ring.slot));
+      ring.advance();
+    }
   }
 }
 
