@@ -75,6 +75,12 @@ struct Control {
   __device__ uint32_t item(uint32_t slot) const { return base + 192 + 16 * slot; }
   __device__ uint32_t lines(uint32_t slot) const { return base + 352 + 8 * slot; }  // of scales, before they are shown
   __device__ uint32_t next_item() const { return base + 320; }
+  // By all threads of both warps that look at scales.
+  __device__ void show(uint32_t slot, bool found_large) const {
+    const bool any = __any_sync(~0u, found_large);
+    if (threadIdx.x % 32 == 0) ptx::store_shared(large(slot) + threadIdx.x / 32 % 2 * 4, any);
+    ptx::barrier_arrive(full(slot));
+  }
   // An item in 16 bytes, and in 4 more where its rows were arranged, which the threads that multiply do not ask for.
   __device__ void store_next(const Item& item) const {
     const uint32_t words[4] = {item.tag, uint32_t(item.first_row), uint32_t(item.rows), uint32_t(item.col)};
@@ -187,11 +193,7 @@ __device__ void produce_scales(const FewRowsParams& p, const int32_t* tables, ui
   Copies copies;
   Item item;
   const auto scales_at = [&](uint32_t slot) { return shared + slot * S::kStageBytes + S::kScalesAt; };
-  const auto show = [&](uint32_t slot) {
-    const bool large = __any_sync(~0u, Copies::any_large(p, scales_at(slot)));
-    if (threadIdx.x % 32 == 0) ptx::store_shared(control.large(slot) + threadIdx.x / 32 % 2 * 4, large);
-    ptx::barrier_arrive(control.full(slot));
-  };
+  const auto show = [&](uint32_t slot) { control.show(slot, Copies::any_large(p, scales_at(slot))); };
   int before = -1;
   for (int index = blockIdx.x; find_item(p, tables, index, &item); index += gridDim.x) {
     copies.begin(p, item);
@@ -226,9 +228,7 @@ __device__ void show_lines(const FewRowsParams& p, const int32_t* tables, uint32
     for (int slab = 0; slab < p.slabs; slab += S::kSlabs) {
       ptx::barrier_wait(control.lines(ring.slot), ring.parity);
       const uint32_t lines = shared + ring.slot * S::kStageBytes + S::kScalesAt;
-      const bool large = __any_sync(~0u, any_large_in_lines<S::kTileCols / kScaleLanes>(lines));
-      if (threadIdx.x % 32 == 0) ptx::store_shared(control.large(ring.slot) + threadIdx.x / 32 % 2 * 4, large);
-      ptx::barrier_arrive(control.full(ring.slot));
+      control.show(ring.slot, any_large_in_lines<S::kTileCols / kScaleLanes>(lines));
       ring.advance();
     }
   }
