@@ -280,6 +280,12 @@ def check_ranks(function: str, **arrays: OperandSpec | None) -> None:
             check_rank(function, name, name, spec.shape, of=function)
 
 
+def check_sequence_sizes(function: str, sizes: ArraySpec) -> None:
+    """Refuses sizes of sequences that are no integers [S]. Raises TypeError: dtype. ValueError: axes."""
+    check_rank("topk_router", "sequence_sizes", "sequence_sizes", sizes.shape, of=function)
+    _integers(function, "sequence_sizes", sizes)
+
+
 def check_topk_router(
     k: int,
     logits: ArraySpec,

@@ -23,7 +23,10 @@ ROLES = ("x", "w", "dy")
 _OPERAND_FORMATS = ((("forward", 0), ("wgrad", 0)), (("forward", 1), ("dgrad", 1)), (("dgrad", 0), ("wgrad", 1)))
 """For each role, the (product, operand) entries of a recipe that hold its formats."""
 
-_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+LARGEST_E4M3 = 448.0
+"""Of which all values that amaxes are scaled to are multiples by powers of two, E5M2's and those of any margin too."""
+
+_LARGEST = {"float8_e4m3fn": LARGEST_E4M3, "float8_e5m2": 57344.0}
 
 _Array = TypeVar("_Array")
 
@@ -156,7 +159,7 @@ def check_bound(
             and dtypes do not fit this operation.
     """
     if bound.key is not None:
-        _check_key(bound.key, spec)
+        check_key(bound.key, spec)
     if bound.recipe is None or not bound.recipe.delayed:
         return
     name, roles = bound.recipe.name, len(ROLES) * products
@@ -185,7 +188,8 @@ def check_bound(
         )
 
 
-def _check_key(key: Any, spec: Callable[[Any], ArraySpec]) -> None:
+def check_key(key: Any, spec: Callable[[Any], ArraySpec] = calls.spec_of) -> None:
+    """Refuses what is no key of stochastic rounding. Raises TypeError: it is no array. ValueError: another one."""
     if not hasattr(key, "dtype"):
         raise TypeError(f"`key` of recipe.bind: {type(key).__name__}, expected an array uint32[2]; pass one.")
     got, wanted = spec(key), ArraySpec((2,), "uint32")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grouped_core import activations, lora, lora_mlp, routing_spec
+from grouped_core import activations, lora, lora_mlp, routing_spec, scaling
 from grouped_core.calls import spec_of
 from grouped_core.exchange import format_sent, own_experts
 from grouped_core.formats import QTensor
@@ -52,7 +52,10 @@ def taken(name: str, value: Any) -> Any:
         routing_spec.check_key(FUNCTION, spec_of(value))
     elif name == "lora_key":
         lora.check_key(spec_of(value))
-    elif name in ("experts", "sequence_sizes") and jnp.issubdtype(value.dtype, jnp.integer):
+    elif name == "sequence_sizes":
+        routing_spec.check_sequence_sizes(FUNCTION, spec_of(value))
+        return to_int32(value)
+    elif name == "experts" and jnp.issubdtype(value.dtype, jnp.integer):
         return to_int32(value)
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         if isinstance(leaf, np.ndarray) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
@@ -77,6 +80,9 @@ def check_moe(plan: Plan, arrays: Mapping[str, Any]) -> None:
         ValueError: they do.
     """
     routing, recipe = dict(plan.routing), arrays["recipe"]
+    for each in (recipe, arrays["shared"].recipe if "shared" in arrays else None):
+        if each is not None and each.key is not None:
+            scaling.check_key(each.key, spec_of)
     if routing.get("axis_name") is not None:
         raise _wrong("axis_name", repr(routing["axis_name"]), "None", "losses are of all tokens that `axes` split")
     format_sent(FUNCTION, plan.send, recipe, adapted="lora" in arrays)

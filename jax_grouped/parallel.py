@@ -23,7 +23,7 @@ from grouped_core import exchange, linear_spec
 from grouped_core.activations import Activation
 from grouped_core.calls import spec_of
 from grouped_core.formats import as_flag
-from grouped_core.mlp_spec import Residuals
+from grouped_core.mlp_spec import Residuals, residuals_option
 from grouped_core.ranks import check_rank
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_spec import check_floats, check_router, check_shared, integers
@@ -154,7 +154,7 @@ def moe(
         count=router.shape[1],
         rhs_transposed=as_flag("rhs_transposed", rhs_transposed),
         activation=activation,
-        residuals=residuals,
+        residuals=residuals_option(residuals, can_offload=True),
         wgrad_dtype=linear_spec.dtype_option(wgrad_dtype) or None,
         implementation=linear_spec.implementation_names(implementation) or None,
         lora_scaling=lora_scaling,

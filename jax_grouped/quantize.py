@@ -186,11 +186,12 @@ def update_scaling(
             it is; without `previous`, the next use starts as with a new state.
 
     Raises:
-        TypeError: `state` or `previous` is not a state of delayed scaling.
+        TypeError: `state` or `previous` is not a state of delayed scaling. ValueError: they have other shapes.
     """
     scaling.check_state(state, stacked=True)
     if previous is not None:
         scaling.check_state(previous, stacked=True)
+        _check_previous(state, previous)
         state = _reached(state, previous)
     if (axes := axis_names("update_scaling", axis_name)) is not None:
         current = _values(jax.lax.pmax(_bits(state.history[..., 0, :]), axes))
@@ -202,6 +203,21 @@ def update_scaling(
     new = scaling.update(RUN, ScalingState(*flat, state.algorithm))
     arrays = (new.scale.reshape(state.scale.shape), new.history.reshape(state.history.shape), state.top)
     return ScalingState(*arrays, state.algorithm)
+
+
+def _check_previous(state: ScalingState[Any], previous: ScalingState[Any]) -> None:
+    for name in ("scale", "history", "top"):
+        came, wanted = jnp.shape(getattr(previous, name)), jnp.shape(getattr(state, name))
+        if came != wanted:
+            raise ValueError(
+                f"`previous` of update_scaling: {name} {came}, expected {wanted} as `state` has it; pass the state "
+                "that `state` is the gradient of."
+            )
+    if previous.algorithm != state.algorithm:
+        raise ValueError(
+            f"`previous` of update_scaling: made for amax_algorithm={previous.algorithm!r}, expected "
+            f"{state.algorithm!r} as `state` has it; pass the state that `state` is the gradient of."
+        )
 
 
 def _reached(state: ScalingState[jax.Array], previous: ScalingState[jax.Array]) -> ScalingState[jax.Array]:
@@ -235,10 +251,14 @@ def _fp8_maxes(bound: BoundRecipe) -> tuple[float, ...]:
 
 @partial(jax.jit, static_argnums=1, inline=True)
 def _in_use(state: ScalingState[Any], fp8_maxes: tuple[float, ...]) -> ScalingState[Any]:
-    """The state with `top` restored where it is zero: JAX gives zeros for a state that backward did not reach."""
-    lost = state.top == 0
-    fp8_max = jnp.where(lost, jnp.asarray(fp8_maxes, jnp.float32), state.top)
-    return ScalingState(jnp.asarray(state.scale), jnp.asarray(state.history), fp8_max, state.algorithm)
+    """The state as one of this recipe: `top` belongs to it, and is zero in a state that backward did not reach.
+
+    A state of other formats or another margin, e.g. from a checkpoint, gets scales for these: powers of two apart.
+    """
+    own = jnp.asarray(fp8_maxes, jnp.float32)
+    factor = jnp.where(state.top > 0, own / state.top, 1.0)
+    top = jnp.where(state.top == own, state.top, own)  # varies over the mesh axes that the state varies over
+    return ScalingState(state.scale * factor[:, None], jnp.asarray(state.history), top, state.algorithm)
 
 
 @partial(jax.jit, static_argnums=1, inline=True)

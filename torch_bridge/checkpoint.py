@@ -29,6 +29,7 @@ from torch_bridge._checkpoint_layers import activated, blocks_of, of_linears, of
 from torch_bridge._checks import is_distributed, is_freed
 from torch_bridge._layout_arrays import TORCH, from_numpy, name_of, to_numpy
 from torch_bridge._optimizer_state import convert_optimizer as convert_optimizer
+from torch_bridge.nn._scaling_state import ScaledModule
 from torch_bridge.nn._state import CONVERTED, check_hooked
 from torch_bridge.nn.linear import GroupedLinear
 from torch_bridge.nn.mlp import GroupedMLP
@@ -143,6 +144,8 @@ def load(
     with torch.no_grad():
         for each in executed(made, lambda key: from_numpy(reader.read(key)), TORCH):
             target[each.key].copy_(each.value)
+    for _, scaled in placed(modules, ScaledModule):
+        scaled.refit_state()
     for _, layer in placed(modules, GroupedLinear):
         layer._settle()
     if message := unused_message(made, reader.where):

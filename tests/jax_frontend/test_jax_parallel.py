@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 import jax_grouped
-from grouped_core import reference_exchange
+from grouped_core import recipes, reference_exchange
 from grouped_core.exchange import exchange_option
 from jax_grouped import MXFP8, Activation, FP8Block, FP8Current, FP8Delayed, SharedExpert, linen, nnx, parallel, route
 from jax_grouped.parallel import MeshAxes
@@ -882,6 +882,27 @@ WRONG: dict[str, tuple[type[Exception], dict[str, Any], tuple[str, ...]]] = {
         {"jitter": 0.1, "key": jax.random.key(0)},
         ("`key` of parallel.moe", "key<fry>", "uint32[2]", "low word first"),
     ),
+    "rounding": (
+        ValueError,
+        {"recipe": recipes.NVFP4.bind(key=jnp.uint32(3))},
+        ("`key` of recipe.bind", "shape ()", "one axis [2]", "low word first"),
+    ),
+    "words": (
+        ValueError,
+        {"recipe": recipes.NVFP4.bind(key=jnp.ones((3,), jnp.uint32))},
+        ("`key` of recipe.bind", "uint32[3]", "uint32[2]", "low word first"),
+    ),
+    "sequences": (
+        TypeError,
+        {"sequence_sizes": jnp.array([8.0, 8.0])},
+        ("`sequence_sizes` of parallel.moe", "dtype float32", "expected integers", "cast it"),
+    ),
+    "sequence": (
+        ValueError,
+        {"sequence_sizes": jnp.int32(T)},
+        ("`sequence_sizes` of parallel.moe", "shape ()", "one axis [S]", "pass one size"),
+    ),
+    "residuals": (ValueError, {"residuals": ["save_all"]}, ("`residuals`", "['save_all']", "save_fc1", "choose one")),
     "biases": (
         ValueError,
         {"wi_bias": np.zeros((2, 2 * F), np.float32)},

@@ -117,6 +117,28 @@ def test_a_state_that_a_checkpoint_gives_back_is_as_good():
     same(jax.jit(jax.grad(lambda x: loss(x, held)))(x), expected[0])
 
 
+def test_a_state_of_other_formats_becomes_one_of_the_recipe():
+    """The values that amaxes are scaled to belong to the recipe; the history serves all."""
+    narrow = DELAYED.replace(
+        name="FP8Delayed, E4M3 gradients",
+        margin=2,
+        dgrad=(DELAYED.forward[0], DELAYED.dgrad[1]),
+        wgrad=(DELAYED.wgrad[0], DELAYED.forward[0]),
+    )
+    x, w = normal(M, K), normal(G, K, N, seed=1)
+
+    def run(state: Any, recipe: Any = narrow) -> Any:
+        y, back = jax.vjp(lambda x, state: jax_grouped.ragged_dot(x, w, SIZES, recipe=recipe.bind(state)), x, state)
+        return y, back(jnp.ones_like(y))
+
+    _, (_, reached) = run(jax_grouped.scaling_state(DELAYED, G), DELAYED)
+    state, fresh = jax_grouped.update_scaling(reached), jax_grouped.scaling_state(narrow, G)
+    assert np.asarray(state.scale).any(1).all(), "all roles have started"
+    own = ScalingState(state.scale * (fresh.top / state.top)[:, None], state.history, fresh.top, state.algorithm)
+    same(run(state), run(own))
+    same(jax.jit(run)(state), run(own))
+
+
 def test_a_bound_recipe_is_rebuilt_with_any_leaves():
     """Flax makes tables of arguments in this way, with an object in place of each None too."""
     for bound in (recipes.NVFP4.bind(key=KEY), DELAYED.bind(jax_grouped.scaling_state(DELAYED, G))):
@@ -154,6 +176,15 @@ def test_what_is_no_state_is_refused():
         jax_grouped.scaling_state(DELAYED, 3.0)
     with asserts.refused(ValueError, ["`products`:", "0", "1", "pass"]):
         jax_grouped.scaling_state(DELAYED, G, products=0)
+    others = {
+        "scale (3, 1)": jax_grouped.scaling_state(DELAYED, 1),
+        "history (3, 8, ": jax_grouped.scaling_state(DELAYED.replace(history=8), G),
+        "'most_recent'": jax_grouped.scaling_state(DELAYED.replace(amax_algorithm="most_recent"), G),
+        "scale (2, 3, ": jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), bound.state),
+    }
+    for came, previous in others.items():
+        with asserts.refused(ValueError, ["`previous` of update_scaling", came, "expected", "is the gradient of"]):
+            jax_grouped.update_scaling(bound.state, previous=previous)
     recent = DELAYED.replace(amax_algorithm="most_recent")
     with asserts.refused(ValueError, ["`state` of recipe", "'max'", "'most_recent'", "scaling_state"]):
         jax_grouped.ragged_dot(normal(M, K), normal(G, K, N), SIZES, recipe=recent.bind(bound.state))

@@ -69,6 +69,21 @@ def test_every_form_has_the_bits_of_casts_by_hand(form: str, listed: bool, recip
         asserts.bitwise(weight.grad, cast.grad.float(), "gradient of a weight")
 
 
+@pytest.mark.rule("MAT-6")
+@pytest.mark.parametrize("at", [0, 1])
+def test_each_of_several_parameters_is_cast(at: int) -> None:
+    """Whichever of them has the dtype of autocast already."""
+    layer = nn.GroupedLinear(2, 8, 16, single_grouped_weight=False)
+    x, sizes = torch.randn(6, 8), torch.tensor([2, 4])
+    with torch.no_grad():
+        one = layer.get_parameter(f"weight{at}")
+        one.copy_(one.to(NARROW))
+    with _on():
+        expected = layer(x, sizes)
+        one.data = one.data.to(NARROW)
+        asserts.bitwise(layer(x, sizes), expected)
+
+
 def _everything(seed: int = 0) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(seed)
 

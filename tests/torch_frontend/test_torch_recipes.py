@@ -984,6 +984,44 @@ def test_the_state_is_part_of_the_layer() -> None:
             asserts.bitwise(getattr(other.scaling_state, name), getattr(fresh, name))
 
 
+NARROW = DELAYED.replace(
+    name="FP8Delayed, E4M3 gradients",
+    margin=2,
+    dgrad=(DELAYED.forward[0], DELAYED.dgrad[1]),
+    wgrad=(DELAYED.wgrad[0], DELAYED.forward[0]),
+)
+
+
+@pytest.mark.rule("CAP-3")
+@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("way", ["copied", "assigned", "file"])
+@pytest.mark.parametrize("layer", [nn.GroupedLinear, nn.GroupedMLP])
+def test_a_state_of_other_formats_becomes_one_of_the_layers(layer: Any, way: str, rounded: bool, tmp_path: Any) -> None:
+    """The values that amaxes are scaled to belong to the recipe; the history serves all."""
+    module, other = layer(3, 8, 4, recipe=DELAYED), layer(3, 8, 4, recipe=NARROW)
+    module(torch.randn(11, 8), torch.tensor([5, 0, 6])).sum().backward()
+    update_scaling(module.scaling_state)
+    if rounded:
+        for name in ("scale", "history"):
+            held = getattr(state_of(module), name)
+            held.copy_(held.bfloat16())
+    if way == "file":
+        torch_bridge.checkpoint.save(tmp_path / "layer.safetensors", module)
+        torch_bridge.checkpoint.load(tmp_path / "layer.safetensors", other)
+    else:
+        entries = module.state_dict()
+        if rounded:
+            entries = {name: each.bfloat16() if "scaling" in name else each for name, each in entries.items()}
+        other.load_state_dict(entries, assign=way == "assigned")
+    old, new = state_of(module), state_of(other)
+    fresh = scaling_state(NARROW, 3, products=len(old.top) // 3)
+    assert old.top.max() == 57344, "a state dict is not written to"
+    assert old.scale.any()
+    asserts.bitwise(new.top, fresh.top)
+    asserts.bitwise(new.history, old.history)
+    asserts.bitwise(new.scale, old.scale * (fresh.top / old.top)[:, None])
+
+
 def test_a_state_on_the_meta_device_is_set_with_the_parameters() -> None:
     module = nn.GroupedMLP(3, 8, 4, recipe=DELAYED, device="meta").to_empty(device="cpu")
     module.reset_parameters()

@@ -129,6 +129,39 @@ class ScaledModule(Module):
         if held.is_meta:
             self.reset_state()
 
+    def fit_state(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Makes a saved state one of this layer's recipe, and float32, before it is loaded.
+
+        The values that amaxes are scaled to belong to the recipe. A state of other formats or another margin gets
+        scales for those of this one; the two differ by powers of two, so nothing is rounded, and the history serves
+        both. A value that no recipe has is loaded as it is.
+        """
+        held, recipe = self._buffers.get(_FP8_MAX), self.scaling_recipe
+        if held is None or recipe is None:
+            return
+        for name in _BUFFERS:
+            if isinstance(each := state_dict.get(prefix + name), Tensor):
+                state_dict[prefix + name] = each.float()
+        scale, saved = (state_dict.get(prefix + name) for name in (_SCALE, _FP8_MAX))
+        if not isinstance(scale, Tensor) or not isinstance(saved, Tensor):
+            return
+        if saved.shape != held.shape or scale.shape[:-1] != held.shape:
+            return  # refused by what loads it
+        roles = scaling.fp8_maxes(recipe, len(held) // len(scaling.ROLES))
+        own = torch.tensor(roles, dtype=torch.float32, device="cpu").to(saved.device)
+        known = (torch.frexp(saved / scaling.LARGEST_E4M3).mantissa == 0.5) | (saved == 1)  # 1: not delayed there
+        state_dict[prefix + _SCALE] = scale.detach() * torch.where(known, own / saved, 1.0).to(scale.device)[:, None]
+        state_dict[prefix + _FP8_MAX] = torch.where(known, own, saved)
+
+    def refit_state(self) -> None:
+        """Does the same to a state that has been loaded in place."""
+        held = {name: each for name in _BUFFERS if (each := self._buffers.get(name)) is not None}
+        loaded: dict[str, Any] = dict(held)
+        self.fit_state(loaded)
+        with torch.no_grad():
+            for name, each in held.items():
+                each.copy_(loaded[name])
+
     def load_state(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Loads the state before the parameters, because its scales may be needed to quantise them."""
         with torch.no_grad():

@@ -256,7 +256,7 @@ class GroupedLinear(ScaledModule):
         if _primary.is_held(parameters):
             return _primary.operand(parameters, dtype)
         members = self._local(parameters, self.weight_names, "weight")
-        if members[0].dtype != dtype:
+        if members[0].dtype != dtype or (len(members) > 1 and _autocast.dtype_of(members[0]) is not None):
             members = [each.to(dtype) for each in members]
         return members[0] if self.weight_names[0] == "weight" else members
 
@@ -485,6 +485,7 @@ class GroupedLinear(ScaledModule):
         if assigns := local_metadata.get("assign_to_params_buffers", False):
             self.place_state(state_dict, prefix)
         self.keep_missing(state_dict, prefix)
+        self.fit_state(state_dict, prefix)
         self.load_state(state_dict, prefix)
         if assigns:
             self.follow_state(self.scaling_state)

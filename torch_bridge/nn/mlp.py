@@ -337,5 +337,6 @@ class GroupedMLP(OrderedColumns, ScaledModule):
         if local_metadata.get("assign_to_params_buffers", False):
             self.place_state(state_dict, prefix)
         self.keep_missing(state_dict, prefix)
+        self.fit_state(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         self._share_state()  # the layers load afterwards, and may quantise their weights with its scales

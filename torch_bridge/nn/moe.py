@@ -72,6 +72,11 @@ class Router(Module):
         """Logits fp32 [T, E] of x [T, H]."""
         return router_logits(x, self.weight)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if isinstance(given := state_dict.get(prefix + "selection_bias"), Tensor):
+            state_dict[prefix + "selection_bias"] = given.float()  # `assign=True` would take it as it is
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Router:
         before = self.selection_bias
         super()._apply(fn, recurse)
