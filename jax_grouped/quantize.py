@@ -256,9 +256,11 @@ def _in_use(state: ScalingState[Any], fp8_maxes: tuple[float, ...]) -> ScalingSt
     A state of other formats or another margin, e.g. from a checkpoint, gets scales for these: powers of two apart.
     """
     own = jnp.asarray(fp8_maxes, jnp.float32)
-    factor = jnp.where(state.top > 0, own / state.top, 1.0)
-    top = jnp.where(state.top == own, state.top, own)  # varies over the mesh axes that the state varies over
-    return ScalingState(state.scale * factor[:, None], jnp.asarray(state.history), top, state.algorithm)
+    same = state.top == own
+    kept = (same | (state.top == 0))[:, None]  # bit for bit: compilers may divide approximately, and flush to zero
+    scale = jnp.where(kept, state.scale, state.scale * (own / state.top)[:, None])
+    top = jnp.where(same, state.top, own)  # varies over the mesh axes that the state varies over
+    return ScalingState(scale, jnp.asarray(state.history), top, state.algorithm)
 
 
 @partial(jax.jit, static_argnums=1, inline=True)
