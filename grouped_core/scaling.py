@@ -110,13 +110,18 @@ def update(run: Runner, state: ScalingState[Any], *, reuse: bool = False) -> Sca
     Args:
         reuse: whether the new state is written over the old one.
     """
-    scale, history = run.spec(state.scale), run.spec(state.history)
-    for name, spec in (("scale", scale), ("history", history)):
+    scale, history, top = run.spec(state.scale), run.spec(state.history), run.spec(state.top)
+    for name, spec in (("scale", scale), ("history", history), ("top", top)):
         if spec.dtype != "float32":
             raise ValueError(
                 f"`{name}` of a state of delayed scaling: {spec}, expected float32; leave the state out where "
                 "parameters are cast."
             )
+    if top.shape != scale.shape[:1]:
+        raise ValueError(
+            f"`top` of a state of delayed scaling: {top}, expected one value for each of the {scale.shape[0]} roles of "
+            "`scale`; pass what scaling_state made."
+        )
     call = calls.scale_update(scale, history, state.algorithm, reuse=reuse)
     named = {"scale": state.scale, "history": state.history, "top": state.top}
     if reuse:

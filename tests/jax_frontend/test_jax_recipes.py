@@ -168,6 +168,10 @@ def test_what_is_no_state_is_refused():
     with asserts.refused(ValueError, ["`scale` of a state", "bfloat16", "expected float32", "cast"]):
         jax_grouped.update_scaling(rounded)
     bound = DELAYED.bind(jax_grouped.scaling_state(DELAYED, G))
+    for top, words in ((jnp.ones(3, jnp.bfloat16), "bfloat16[3]"), (jnp.ones(6), "the 3 roles")):
+        other = ScalingState(bound.state.scale, bound.state.history, top, bound.state.algorithm)
+        with asserts.refused(ValueError, ["`top` of a state", words, "expected"]):
+            jax_grouped.update_scaling(other)
     with asserts.refused(TypeError, ["`state`:", "BoundRecipe", "a ScalingState", "scaling_state"]):
         jax_grouped.update_scaling(bound)
     with asserts.refused(TypeError, ["`recipe`:", "str", "a Recipe", "pass one"]):
