@@ -7,6 +7,7 @@
 //                   groups take several tiles of even height. Starts before rows are arranged (stream_weights.cuh).
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "cc/api/calls.h"
 #include "cc/api/operands.h"
@@ -22,7 +23,6 @@ using namespace sm90;
 using Params = FewRowsParams;
 
 constexpr int64_t kMostRows = 256;  // a group, on average
-constexpr int kArrangeBlocks = 16;  // of arrange_rows that a multiprocessor has room for
 
 Scale scale_of(const GroupedMatmul& c) {
   if (!c.scales.rhs_block) return Scale::none;
@@ -66,25 +66,26 @@ void launch_shape(const GroupedMatmul& call, Params p, cudaStream_t stream) {
   launch_early(stream_weights<S>, grid, S::kThreads, S::kBytes, stream, p);
 }
 
-// Columns that the busiest multiprocessor makes, with tiles of `tile_cols`, if each group has rows of one tile.
-int64_t most_cols(const Params& p, int64_t tile_cols) {
-  const int64_t tiles = (p.cols + tile_cols - 1) / tile_cols * std::min<int64_t>(p.groups, p.rows);
-  return (tiles + multiprocessors() - 1) / multiprocessors() * tile_cols;
-}
-// Whether tiles of 192 columns are done earlier than those of 256 or, as early, make fewer columns for nothing.
-bool narrow_tiles(const Params& p) {
-  const int64_t narrow = most_cols(p, 192), wide = most_cols(p, 256);
-  return narrow < wide || (narrow == wide && (256 - p.cols % 256) % 256 > (192 - p.cols % 192) % 192);
+// Of tiles of kTileCols columns, if each group has rows of one tile: the columns that the busiest multiprocessor makes,
+// and then those that a row of tiles makes, with what is behind the last.
+template <int kTileCols>
+std::pair<int64_t, int64_t> cols_made(const Params& p) {
+  const int64_t row = (p.cols + kTileCols - 1) / kTileCols, tiles = row * std::min<int64_t>(p.groups, p.rows);
+  return {(tiles + multiprocessors() - 1) / multiprocessors() * kTileCols, row * kTileCols};
 }
 
 // 256 weight rows by up to 48 rows, or 192 by up to 96, where a group usually has as many: a code is widened once for
-// all of them. With 4-bit codes, and so few rows that 24 are enough for most groups, stages of two slabs.
+// all of them. With 4-bit codes, and so few rows that 24 are enough for most groups, stages of two slabs, and 192
+// weight rows where the busiest multiprocessor is done earlier with them or, as early, fewer columns are made for
+// nothing.
 template <bool kNibbles, Scale kScale>
 void launch_scale(const GroupedMatmul& call, const Params& p, cudaStream_t stream) {
   if constexpr (kNibbles) {
     if (mean_rows(call) <= 18) {
-      return narrow_tiles(p) ? launch_shape<StreamShape<true, kScale, 12, 2>>(call, p, stream)
-                             : launch_shape<StreamShape<true, kScale, 16, 2>>(call, p, stream);
+      using Narrow = StreamShape<true, kScale, 12, 2>;
+      using Wide = StreamShape<true, kScale, 16, 2>;
+      const bool narrow = cols_made<Narrow::kTileCols>(p) < cols_made<Wide::kTileCols>(p);
+      return narrow ? launch_shape<Narrow>(call, p, stream) : launch_shape<Wide>(call, p, stream);
     }
   }
   if (mean_rows(call) <= (kScale == Scale::f32 ? 22 : 36)) {

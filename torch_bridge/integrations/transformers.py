@@ -314,8 +314,7 @@ class RecipeState(ScaledModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        self.keep_missing(state_dict, prefix)
-        self.fit_state(state_dict, prefix)
+        self.take_state(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def extra_repr(self) -> str:

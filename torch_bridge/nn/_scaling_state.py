@@ -129,8 +129,15 @@ class ScaledModule(Module):
         if held.is_meta:
             self.reset_state()
 
-    def fit_state(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Makes a saved state one of this layer's recipe, and float32, before it is loaded.
+    def take_state(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Makes the state in a state dict one of this layer; a checkpoint that has none leaves the layer's as it is."""
+        self._fit(state_dict, prefix)
+        for name in _BUFFERS:
+            if (held := self._buffers.get(name)) is not None:
+                state_dict.setdefault(prefix + name, held)
+
+    def _fit(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Makes a saved state float32, and one of this layer's recipe.
 
         The values that amaxes are scaled to belong to the recipe. A state of other formats or another margin gets
         scales for those of this one; the two differ by powers of two, so nothing is rounded, and the history serves
@@ -154,10 +161,10 @@ class ScaledModule(Module):
         state_dict[prefix + _FP8_MAX] = torch.where(known, own, saved)
 
     def refit_state(self) -> None:
-        """Does the same to a state that has been loaded in place."""
+        """Makes a state that has been loaded in place one of this layer's recipe."""
         held = {name: each for name in _BUFFERS if (each := self._buffers.get(name)) is not None}
         loaded: dict[str, Any] = dict(held)
-        self.fit_state(loaded)
+        self._fit(loaded)
         with torch.no_grad():
             for name, each in held.items():
                 each.copy_(loaded[name])
@@ -169,12 +176,6 @@ class ScaledModule(Module):
                 held, given = self._buffers.get(name), state_dict.get(prefix + name)
                 if held is not None and given is not None and held.shape == given.shape:
                     held.copy_(given)
-
-    def keep_missing(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Keeps the layer's own state if a checkpoint, written with another recipe, has none."""
-        for name in _BUFFERS:
-            if (held := self._buffers.get(name)) is not None:
-                state_dict.setdefault(prefix + name, held)
 
 
 def bound(

@@ -256,7 +256,8 @@ class GroupedLinear(ScaledModule):
         if _primary.is_held(parameters):
             return _primary.operand(parameters, dtype)
         members = self._local(parameters, self.weight_names, "weight")
-        if members[0].dtype != dtype or (len(members) > 1 and _autocast.dtype_of(members[0]) is not None):
+        mixed = len(members) > 1 and _autocast.dtype_of(members[0]) is not None  # may be, or else they are refused
+        if members[0].dtype != dtype or (mixed and any(each.dtype != dtype for each in members)):
             members = [each.to(dtype) for each in members]
         return members[0] if self.weight_names[0] == "weight" else members
 
@@ -484,8 +485,7 @@ class GroupedLinear(ScaledModule):
         self.adapt_state(state_dict, prefix)
         if assigns := local_metadata.get("assign_to_params_buffers", False):
             self.place_state(state_dict, prefix)
-        self.keep_missing(state_dict, prefix)
-        self.fit_state(state_dict, prefix)
+        self.take_state(state_dict, prefix)
         self.load_state(state_dict, prefix)
         if assigns:
             self.follow_state(self.scaling_state)

@@ -336,7 +336,6 @@ class GroupedMLP(OrderedColumns, ScaledModule):
         self.own_state(self.linear_fc1.weight_parameters()[0], state_dict, prefix)
         if local_metadata.get("assign_to_params_buffers", False):
             self.place_state(state_dict, prefix)
-        self.keep_missing(state_dict, prefix)
-        self.fit_state(state_dict, prefix)
+        self.take_state(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         self._share_state()  # the layers load afterwards, and may quantise their weights with its scales

@@ -44,6 +44,7 @@ struct FewRowsParams {
 
 // --- arrange ---
 
+constexpr int kArrangeBlocks = 16;    // of the grid that a multiprocessor has room for
 constexpr int kArrangeThreads = 128;  // pieces of 8 k of one block and slab
 constexpr int kArrangeTogether = 3;   // slabs of blocks that a thread has registers for
 constexpr int kArrangeSlabs = 32;     // that one block of the grid moves at most
@@ -78,7 +79,8 @@ __device__ uint4 in_pairs(uint4 x) {
 // beside one block of 32 registers per thread. kWideCache is how the product's multiprocessors are divided; it makes a
 // kernel of its own here, because a kernel asks for its division once.
 template <bool kNibbles, bool kWideCache>
-__global__ void __launch_bounds__(kArrangeThreads, 16) arrange_rows(const __grid_constant__ FewRowsParams p) {
+__global__ void __launch_bounds__(kArrangeThreads, kArrangeBlocks)
+    arrange_rows(const __grid_constant__ FewRowsParams p) {
   device::let_next_launch_begin();
   struct Rows {
     int first, end;
