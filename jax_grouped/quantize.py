@@ -186,7 +186,8 @@ def update_scaling(
             it is; without `previous`, the next use starts as with a new state.
 
     Raises:
-        TypeError: `state` or `previous` is not a state of delayed scaling. ValueError: they have other shapes.
+        TypeError: `state` or `previous` is not a state of delayed scaling. ValueError: `previous` is no
+            state of the same shapes and algorithm.
     """
     scaling.check_state(state, stacked=True)
     if previous is not None:
@@ -206,18 +207,14 @@ def update_scaling(
 
 
 def _check_previous(state: ScalingState[Any], previous: ScalingState[Any]) -> None:
-    for name in ("scale", "history", "top"):
-        came, wanted = jnp.shape(getattr(previous, name)), jnp.shape(getattr(state, name))
+    names = ("scale", "history", "top")
+    facts = [(name, *(jnp.shape(getattr(each, name)) for each in (previous, state))) for name in names]
+    for name, came, wanted in (*facts, ("algorithm", previous.algorithm, state.algorithm)):
         if came != wanted:
             raise ValueError(
-                f"`previous` of update_scaling: {name} {came}, expected {wanted} as `state` has it; pass the state "
+                f"`previous` of update_scaling: {name} {came!r}, expected {wanted!r} as `state` has it; pass the state "
                 "that `state` is the gradient of."
             )
-    if previous.algorithm != state.algorithm:
-        raise ValueError(
-            f"`previous` of update_scaling: made for amax_algorithm={previous.algorithm!r}, expected "
-            f"{state.algorithm!r} as `state` has it; pass the state that `state` is the gradient of."
-        )
 
 
 def _reached(state: ScalingState[jax.Array], previous: ScalingState[jax.Array]) -> ScalingState[jax.Array]:

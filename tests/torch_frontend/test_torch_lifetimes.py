@@ -220,7 +220,7 @@ def _planned_peak(case: cases.Case, recipe: Any, memory: _Memory, *, accumulated
 @pytest.mark.skipif(not _native.cuda_compiled, reason="this build has no CUDA kernels")
 @pytest.mark.parametrize("name", ["A", "B", "C", "D", "E"])
 def test_codes_take_little_more_memory_than_bf16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside accumulators, if rows and weights are saved as they came. Programs keep what makes memory, so it is one."""
+    """Beside accumulators, if rows and weights are saved as they came. Programs keep what makes memory: it is one."""
     memory = _Memory()
     monkeypatch.setattr(_record, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(_record, "empty_on_cpu", memory.empty)
