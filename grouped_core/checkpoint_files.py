@@ -209,7 +209,8 @@ def loading(
     if missing:
         raise KeyError(
             f"checkpoint `{reader.where}`: nothing for {some_names(missing)}, expected a tensor for each of the model; "
-            "pass `prefix=` if the model is a part of the checkpoint, or the layout that its names have."
+            "pass `prefix=` if the model is a part of the checkpoint, the layout that its names have, or "
+            '`{"experts": model}` if the model is the experts of its mixture-of-experts layer.'
         )
     return made
 

@@ -24,6 +24,7 @@ from grouped_core.layouts import (
     Role,
     Unit,
     join,
+    state_in,
     units_of,
 )
 from grouped_core.lora_layout import FirstFactor, first_factor
@@ -320,8 +321,10 @@ class _Maker:
 
     def others(self, rest: Mapping[str, str], targets: Mapping[str, str] | None) -> None:
         """Tensors of no unit, which keep their names. Of adapters, columns are permuted like those of their weights."""
+        layers = {path for kind, path in self.plan.units.units if kind == "layer"}
         for name, key in rest.items():
-            to = key if targets is None else targets.get(name)
+            state = state_in(name, self.source, self.target, layers)
+            to = (state or key) if targets is None else targets.get(state or name)
             if to is None:
                 self.plan.unused.append(key)
                 continue

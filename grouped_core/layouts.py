@@ -22,6 +22,7 @@ Paths = tuple[str, ...]
 
 WEIGHTS, BIASES = ("wi", "wo", "linear"), ("wi_bias", "wo_bias", "linear_bias")
 LAYER = ("router", "selection_bias", "shared_gate")
+STATE = ("scale", "history", "top")
 OTHER = "other."
 """In front of the names of the parts of a quantised weight's second form."""
 
@@ -49,6 +50,7 @@ class Layout:
         parts: endings of the names of quantised parts; empty where the layout has none.
         interleave: block in which gate and linear columns alternate, None for halves, `...` where it may be any.
         linear: whether a grouped linear layer outside of an MLP is recognised, by its tensors `weight0`, `weight1` ...
+        state: what is in front of `scale`, `history` and `top` of a layer's state of delayed scaling; "": it has none.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Layout:
     parts: Mapping[str, str] = field(default_factory=dict)
     interleave: Any = ...
     linear: bool = False
+    state: str = ""
 
     def __hash__(self) -> int:
         return hash((self.name, self.transposed))
@@ -157,9 +160,10 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
                     "shared_gate": (("shared_gate.weight",),),
                 },
                 linear=True,
+                state="scaling_",
                 **_OURS,
             ),
-            Layout("jax_grouped", True, _flax(False), "", _JAX_LAYER, **_OURS),
+            Layout("jax_grouped", True, _flax(False), "", _JAX_LAYER, state="scaling.", **_OURS),
             Layout(
                 "flax", True, _flax(True), "", {**_JAX_LAYER, "router": (("router.kernel",), ("gate.kernel",))}, **_OURS
             ),
@@ -246,6 +250,24 @@ def stripped(key: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which keys belong together
+
+
+def state_in(name: str, source: Layout, target: Layout, layers: Container[str]) -> str | None:
+    """How the target names what the source names `name`, of a state of delayed scaling; None: it is none, or has none.
+
+    Args:
+        layers: the paths of mixture-of-experts layers, whose experts may have the state.
+    """
+    if not source.state or not target.state:
+        return None
+    path, found, member = name.rpartition(source.state)
+    if not found or member not in STATE or (path and not path.endswith(".")):
+        return None
+    place = path.removesuffix(".")
+    above, _, last = place.rpartition(".")
+    if source.experts and last == source.experts and above in layers:
+        place = above
+    return join(place, target.experts if place in layers else "", f"{target.state}{member}")
 
 
 class Slot(NamedTuple):

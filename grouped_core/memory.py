@@ -45,12 +45,12 @@ def are_apart(places: Sequence[tuple[int, int]]) -> bool:
     return all(start + length <= following for (start, length), (following, _) in pairwise(ordered))
 
 
-def listed_twice(name: str, other: str, accum: str) -> ValueError:
-    """The error for a weight that is listed twice while its gradient is added to an accumulator.
+def listed_twice(name: str, other: str, beside: str) -> ValueError:
+    """The error for a weight that is listed twice while its gradient is added to a destination: that of `beside`.
 
     Tiles of one launch would add to one destination at the same time, and updates would be lost.
     """
     return ValueError(
-        f"`{name}`: the same memory as `{other}` beside {accum}, expected each weight once, for two groups cannot add "
-        "to one destination at a time; pass separate weights, or no accumulator, and autograd sums the gradients."
+        f"`{name}`: the same memory as `{other}` beside {beside}, expected each weight once, for two groups cannot add "
+        f"to one destination at a time; pass separate weights, or leave out {beside}, and autograd sums the gradients."
     )

@@ -275,7 +275,8 @@ def weight_only(format: str, dtype: str = "bfloat16") -> Recipe:
     """The recipe of rows of `dtype`, an element type, against weights in `format`, a name of `FORMATS`: for frozen
     weights.
 
-    Gradients of x read the weights that forward reads; gradients of the weights themselves read unquantised operands.
+    Gradients of x read quantised weights as well: the same ones if the caller quantised them; weights that an operation
+    quantises are quantised for it along the axis that it contracts. Gradients of the weights read unquantised operands.
 
     Raises:
         TypeError: an argument is not text. ValueError: there is no such format or element type, or they do not fit

@@ -230,7 +230,8 @@ def _sinkhorn(o: Arrays, p: Mapping[str, Any], results: Arrays) -> None:
     a, b, counted = np.ones(tokens), np.ones(experts), max(int((~masked).sum()), 1)
     for _ in range(p["iterations"]):
         a = 1 / (counted * (values @ b + TINY))
-        b = 1 / (experts * (np.where(masked, 0.0, a) @ values + TINY))
+        apart = masked | np.isnan(a)  # rows with a NaN add nothing to the others
+        b = 1 / (experts * (np.where(apart, 0.0, a) @ np.where(apart[:, None], 0.0, values) + TINY))
     results["result"][...] = np.where(masked[:, None], 0.0, a[:, None] * values * b)
 
 

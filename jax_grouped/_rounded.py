@@ -19,6 +19,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
+from jax_grouped._run import differentiable
+
 
 def rounded_sum(a: Float[Array, "T H"], b: Float[Array, "T H"]) -> Float[Array, "T H"]:
     """Returns a + b in their common dtype, rounded once."""
@@ -33,13 +35,17 @@ def _to_bfloat16(x: Float[Array, "T H"]) -> Float[Array, "T H"]:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copies(x: Float[Array, "T H"], count: int) -> tuple[Float[Array, "T H"], ...]:
     """Returns x `count` times; the gradient of x is the sum of theirs, from the last to the first, each sum rounded."""
+    return differentiable(_copies, count, x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _copies(count: int, x: Any) -> tuple[Any, ...]:
     return (x,) * count
 
 
-def _forward(x: Any, count: int) -> tuple[tuple[Any, ...], None]:
+def _forward(count: int, x: Any) -> tuple[tuple[Any, ...], None]:
     return (x.value,) * count, None
 
 
@@ -52,4 +58,4 @@ def _backward(count: int, residuals: None, gradients: Sequence[Any]) -> tuple[An
     return (total,)
 
 
-copies.defvjp(_forward, _backward, symbolic_zeros=True)
+_copies.defvjp(_forward, _backward, symbolic_zeros=True)

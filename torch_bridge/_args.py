@@ -630,7 +630,7 @@ def accumulators_of(given: Any, leaves: list[Tensor], accum_name: str, weight_na
 
 
 def _check_accumulator(name: str, accumulator: Tensor, spec: ArraySpec, first: Tensor) -> None:
-    check_operand(name, accumulator, first)
+    check_operand(name, accumulator, first, written=True)
     linear_spec.check_accumulator(name, fixed_spec(accumulator), spec)
     check_writable(name, accumulator)
 
@@ -651,7 +651,7 @@ def check_buffers(given: Arguments, out: Tensor | None, grad_input: Tensor | Non
     written = []
     for name, buffer in ((NAMES.out, out), (NAMES.grad_input, grad_input)):
         if buffer is not None:
-            check_readable(name, buffer, home(given.x))
+            check_readable(name, buffer, home(given.x), written=True)
             check_writable(name, buffer)
             written.append((name, buffer))
     check_apart_from_operands(written, given)

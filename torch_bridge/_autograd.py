@@ -133,7 +133,9 @@ def differentiable(
         of_each: Any = (given.leaves, given.accumulators, owners or none, overwrite or none)
         products = zip(rest.routes, *of_each, strict=True)
         routes = [route.elsewhere(*own, to_main_grad=given.to_main_grad) for route, *own in products]
-        check_listed_once(*[(route.name, route.owners) for route in routes])
+        delayed = routes[0].queue is not None and not given.to_main_grad
+        beside = "`delay_wgrad_compute`" if delayed else "an accumulator"
+        check_listed_once(*[(route.name, route.owners) for route in routes], beside=beside)
         check_reduced(routes)
         rest = rest._replace(routes=routes, accumulators=given.accumulators, places=places_of(receivers, routes))
     if grad_input is not None:

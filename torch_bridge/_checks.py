@@ -22,8 +22,11 @@ ROUTED_NAMES = MlpNames(sizes="experts", probs="weights")
 _TRANSPOSED = (NAMES.w, MLP_NAMES.wi, MLP_NAMES.wo)
 
 
-def check_operand(name: str, value: Any, x: Tensor, of: str = "x") -> None:
+def check_operand(name: str, value: Any, x: Tensor, of: str = "x", *, written: bool = False) -> None:
     """Checks that `value` is a contiguous tensor on the device of `x`, which messages call `of`.
+
+    Args:
+        written: whether it is a buffer of the caller that is written, of which a copy is of no use.
 
     Raises:
         TypeError, ValueError: it is not.
@@ -34,16 +37,18 @@ def check_operand(name: str, value: Any, x: Tensor, of: str = "x") -> None:
         raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `{of}`; move it with `.to`.")
     check_layout(name, value)
     if not value.is_contiguous():
-        remedy = ", or for a transposed weight change `rhs_transposed`" if name.split("[")[0] in _TRANSPOSED else ""
+        remedy = "allocate it so, because a copy would take what is written" if written else "call `.contiguous()`"
+        if name.split("[")[0] in _TRANSPOSED:
+            remedy += ", or for a transposed weight change `rhs_transposed`"
         raise ValueError(
             f"`{name}`: strides {tuple(value.stride())} of shape {tuple(value.shape)}, expected a contiguous tensor; "
-            f"call `.contiguous()`{remedy}."
+            f"{remedy}."
         )
 
 
-def check_readable(name: str, value: Any, x: Tensor, of: str = "x") -> None:
+def check_readable(name: str, value: Any, x: Tensor, of: str = "x", *, written: bool = False) -> None:
     """Checks what a kernel reads: as `check_operand`, and that it has memory. Raises TypeError or ValueError."""
-    check_operand(name, value, x, of)
+    check_operand(name, value, x, of, written=written)
     check_memory(name, value)
 
 

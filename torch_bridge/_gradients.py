@@ -248,11 +248,12 @@ def check_reduced(routes: Sequence[Route]) -> None:
         )
 
 
-def check_listed_once(*products: tuple[str, Sequence[Any]]) -> None:
+def check_listed_once(*products: tuple[str, Sequence[Any]], beside: str = "an accumulator") -> None:
     """Refuses a weight that is passed twice in one call if its gradient is accumulated or delayed.
 
     Args:
-        products: for each product, the name of the weight argument and the `owners` of its route.
+        products: for each product, the name of the weight argument and the `owners` of its route. beside: what asks for
+            that, in messages.
 
     Raises:
         ValueError: two weights that need a gradient are the same tensor, or overlap in memory.
@@ -269,7 +270,7 @@ def check_listed_once(*products: tuple[str, Sequence[Any]]) -> None:
     for at, (name, place) in enumerate(places):
         for other, taken in places[:at]:
             if not memory.are_apart([taken, place]):
-                raise memory.listed_twice(name, other, "an accumulator")
+                raise memory.listed_twice(name, other, beside)
 
 
 def _apart(trained: Sequence[Any]) -> bool:

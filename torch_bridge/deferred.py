@@ -155,7 +155,7 @@ def grouped_mlp_bwd_dx(
 
 
 def _check_grad_input(res: MlpResiduals, buffer: Tensor, dy: list[Tensor], x: list[Tensor]) -> None:
-    check_operand(NAMES.grad_input, buffer, res.sizes)
+    check_operand(NAMES.grad_input, buffer, res.sizes, written=True)
     check_writable(NAMES.grad_input, buffer)
     linear_spec.check_buffer(NAMES.grad_input, fixed_spec(buffer), ArraySpec(res.x.shape, wide(res.x.dtype)))
     names = {id(res.sizes): NAMES.sizes} | {id(each): NAMES.x for each in x}

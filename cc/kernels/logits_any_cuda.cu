@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) balance_rows(const __grid_constant__
 #pragma unroll 8
     for (int i = 0; i < count; ++i) {
       const float value = fl_mul(scales[i], p.result[(first + i) * p.experts + e]);
-      sum = p.counts(first + i) ? fl_add(sum, value) : sum;
+      sum = p.counts(first + i) && !isnan(scales[i]) ? fl_add(sum, value) : sum;
     }
     p.partials[static_cast<int64_t>(blockIdx.x) * p.experts + e] = sum;
   }

@@ -1,6 +1,7 @@
 // Scores of experts, the choice of k of them per token, sums over sequences, losses, and the gradient of the logits.
 // Tasks split tokens; sums over experts have the order of `lane_sum`, sums over chosen experts that of the slots.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -375,7 +376,7 @@ void launch_jitter(const Jitter& call, const Context& context) {
 
 // Rows and columns are scaled in turns: a[t] = 1 / (n (sum over e of b[e] C[t, e] + tiny)), b[e] likewise with E and
 // the sum over tokens, n the number of tokens that count, C = exp(logits - the row's largest), which a[t] undoes. Sums
-// over tokens are those of blocks of kBlock tokens, in order.
+// over tokens are those of blocks of kBlock tokens, in order; rows with a NaN add nothing to them.
 constexpr int64_t kBlock = 64;
 
 void launch_sinkhorn(const Sinkhorn& call, const Context& context) {
@@ -407,7 +408,7 @@ void launch_sinkhorn(const Sinkhorn& call, const Context& context) {
         const float sum = lane_sum(experts, [&](int64_t e) { return fl_mul(b[static_cast<size_t>(e)], c[e]); });
         const float scale = fl_div(1.0f, fl_mul(rows, fl_add(sum, kTinySum)));
         a[static_cast<size_t>(t)] = scale;
-        if (is_masked(call.mask, t)) continue;
+        if (is_masked(call.mask, t) || std::isnan(scale)) continue;
         for (int64_t e = 0; e < experts; ++e) sums[e] = fl_add(sums[e], fl_mul(scale, c[e]));
       }
     });

@@ -260,6 +260,20 @@ def test_accumulators_in_shard_map(form, check_vma, kind, shape):
         asserts.bitwise(np.asarray(after)[i], plain_gradient(x[i], w) + 3, f"shard {i}")
 
 
+@pytest.mark.rule("ACC-5", "ACC-8")
+def test_value_and_accumulate_grad_in_shard_map_without_jit():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, (w,) = data("float32", batches=8)
+    before = np.full((8, *w.shape), 3, np.float32)
+
+    def local(x, w, before):
+        run = value_and_accumulate_grad(lambda w, accum: loss(x[0], w, accum))
+        return run(w, before[0])[2][None]
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P("data"))
+    asserts.bitwise(f(x, w, before), jax.jit(f)(x, w, before))
+
+
 @pytest.mark.rule("ACC-9", "ERR-1")
 def test_a_replicated_accumulator_is_refused():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

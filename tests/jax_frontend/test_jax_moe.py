@@ -225,6 +225,20 @@ def test_a_layer_over_data_shards_is_the_whole_layer(check_vma: bool) -> None:
         asserts.within(a, bounds.Bounded(wide, bounds.LAYER * np.abs(wide).max() + 0 * wide, "float32"))
 
 
+@pytest.mark.rule("ACC-8")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_layer_in_shard_map_without_jit(check_vma: bool) -> None:
+    """Also if x is not differentiated, where JAX evaluates the sum of copies outside of a gradient."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    p, x = parameters(), jnp.asarray(draw(8 * T, H, seed="x"))
+    rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    layer = jax.shard_map(
+        lambda p, x: ours(p, x, {})[0], mesh=mesh, in_specs=(whole, rows), out_specs=rows, check_vma=check_vma
+    )
+    for function in (layer, jax.grad(lambda p, x: layer(p, x).astype(jnp.float32).sum())):
+        same(function(p, x), jax.jit(function)(p, x))
+
+
 # ---- layers
 
 FULL = {

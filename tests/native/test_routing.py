@@ -377,6 +377,21 @@ def test_sinkhorn(kernel, shape, iterations, masked):
         asserts.within_ulps(found.sum(axis=0), np.full(shape[1], 1 / shape[1], np.float32), 64)
 
 
+@pytest.mark.rule("ALL-6")
+@pytest.mark.parametrize("kernel", kernels("sinkhorn"))
+def test_tokens_of_nan_leave_the_balance_of_the_others_alone(kernel):
+    """It is that without them; how many tokens count only scales both factors."""
+    logits, mask = draw(150, 33), np.ones(150, np.uint8)
+    bad = [3, 70, 149]
+    logits[bad, [0, 32, 5]] = np.nan, np.inf, np.nan
+    mask[bad] = 0
+    (found,) = Native(kernel, check=False)(routing.sinkhorn(spec_of(logits), 4), [logits, None])
+    call = routing.sinkhorn(spec_of(logits), 4, spec_of(mask))
+    (expected,) = Native(kernel, check=False)(call, [logits, mask])
+    assert np.isnan(found[bad]).all()
+    asserts.within_ulps(np.delete(found, bad, axis=0), np.delete(expected, bad, axis=0), 32)
+
+
 # ---- slots
 
 

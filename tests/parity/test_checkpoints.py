@@ -19,7 +19,7 @@ import jax_grouped
 from jax_grouped import checkpoint as jax_checkpoint
 from jax_grouped.nnx import MoE
 from tests.asserts import bitwise, refused
-from torch_bridge import Activation, checkpoint, nn, route, routed_mlp, weight_only
+from torch_bridge import Activation, FP8Delayed, checkpoint, nn, route, routed_mlp, update_scaling, weight_only
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # the host's
@@ -59,6 +59,31 @@ def test_a_file_of_one_framework_gives_the_same_bits_in_the_other(
     checkpoint.load(path, back, convert=True)
     bitwise(back(x)[0], y, "y of the file of JAX")
     assert float(jnp.abs(y.astype("float32")).sum()) > 0
+
+
+@pytest.mark.rule("CKP-8")
+@pytest.mark.parametrize("inside", [False, True], ids=["layer", "tree"])
+def test_states_of_delayed_scaling_go_with_their_weights(tmp_path: Path, inside: bool) -> None:
+    recipe = FP8Delayed.replace(history=4)
+    torch.manual_seed(0)
+    ours, back = (nn.MoE(H, F, E, 2, recipe=recipe, dtype=torch.bfloat16, **FULL) for _ in range(2))
+    theirs = MoE(H, F, E, 2, recipe=recipe, rngs=nnx.Rngs(1), param_dtype="bfloat16", **FULL)
+    path, x = tmp_path / "f.safetensors", torch.randn(40, H).to(torch.bfloat16)
+    for microbatch in (x, 3 * x):
+        ours(microbatch)[0].float().square().sum().backward()
+        for each in ours.modules():
+            if (state := getattr(each, "scaling_state", None)) is not None:
+                update_scaling(state)
+    kept = {name: value.clone() for name, value in ours.state_dict().items()}
+    assert all(kept[f"experts.scaling_{part}"].count_nonzero() for part in ("scale", "history"))
+    checkpoint.save(path, torch.nn.ModuleDict({"block": ours}) if inside else ours)
+    jax_checkpoint.load(path, {"block": theirs} if inside else theirs, convert=True)
+    bitwise(ours(x)[0], theirs(_as_jax(x))[0], "y with the state of PyTorch")
+    jax_checkpoint.load(path, {"block": theirs} if inside else theirs, convert=True)  # forward recorded amaxes
+    jax_checkpoint.save(path, {"block": theirs} if inside else theirs)
+    checkpoint.load(path, torch.nn.ModuleDict({"block": back}) if inside else back, convert=True)
+    for name, value in back.state_dict().items():
+        bitwise(value, kept[name], name)
 
 
 @pytest.mark.rule("CKP-3", "MLM #5844", "ERR-1")

@@ -334,7 +334,7 @@ def prepare(model: Module, *, recipe: Recipe) -> list[str]:
         The names of the experts modules.
 
     Raises:
-        TypeError: not a recipe. ValueError: the model has no experts modules of the host.
+        TypeError: not a recipe. ValueError: it is None, or the model has no experts modules of the host.
     """
     check_recipe("prepare", recipe)
     modules = model.named_modules() if isinstance(model, Module) else ()
