@@ -540,8 +540,11 @@ def at_hidden(
         read = formatted_first(run, op, x, wi, group_sizes, again, NO_NEEDS)
         how: dict[str, Any] = {"keep": needs_dz(needs), "low": beside.first(x, group_sizes)}
         z, h, _ = hidden_rows(run, op, read.x, read.w, group_sizes, probs, wi_bias, **how)
+    # Of an operand that is quantised again for wgrad, so is dy: while dh becomes codes, one form of dy less is alive.
+    later = recipe.saved == "input" and needs_dz(needs) and needs.wo
+    wgrad_form = [(0, recipe.wgrad[1])]
     dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []
-    dy_forms += [(0, recipe.wgrad[1])] if needs.wo else []
+    dy_forms += wgrad_form if needs.wo and not later else []
     given, added = dy, beside.hidden(dy, group_sizes)
     if isinstance(dy, QTensor):  # only the gradients of wo_bias and probs read its values
         read = needs.wo_bias or (needs.probs and wo_bias is not None)
@@ -562,6 +565,10 @@ def at_hidden(
         dh, rebuilt, dp, hidden = hidden_grads(run, op, *given_rows, wanted, **how)
         z = rebuilt if z is None else z
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)
+    rows_dy = grads.forms[-1] if needs.wo else None
+    if later:
+        again = extras[1]._replace(measure=False)
+        (rows_dy,) = gradients.grad_in_formats(run, recipe, given, wgrad_form, group_sizes, again, 0).forms
     if needs.wo:
         (z,), z_amax = gradients.rows_for_wgrad(run, recipe, z, group_sizes, extras[1])
     db2 = None
@@ -577,7 +584,7 @@ def at_hidden(
         dh=dh,
         of_dh=joined(hidden.forms) if hidden.forms else None,
         z=z if needs.wo else None,
-        dy=grads.forms[-1] if needs.wo else None,
+        dy=rows_dy,
         amax=(Amaxes(dy=hidden.amax), Amaxes(z_amax, wo_amax, grads.amax)),
     )
 

@@ -49,7 +49,8 @@ class Recipe(Literal):
             to an fp32 sum every 128 contracted elements; "fast" never does. "fast" needs per-tensor scales and holds
             for forward only; dgrad and wgrad are promoted in either case.
         saved: what forward saves of x for wgrad: the form that wgrad reads ("quantized"), or the caller's array
-            ("input"), which backward quantises to the same bits.
+            ("input"), which backward quantises to the same bits. With "input" an MLP also quantises the gradient of its
+            result twice, for dgrad and later for wgrad, so that both forms are never alive at once with h.
         requantize: for an operand that the caller passes quantised, where a gradient needs a form that it lacks: None
             refuses it, "from_dequantized" makes the form from the dequantised values.
         history: number of steps in the amax history of delayed scaling. margin: its scales are smaller by 2^margin.

@@ -654,6 +654,29 @@ def test_selective_checkpointing_fills_an_empty_cache(recipe: Recipe) -> None:
     same(found[1], found[0])
 
 
+@pytest.mark.rule("MLP-10")
+@by_recipe
+@pytest.mark.parametrize("layer", [nn.GroupedMLP, nn.MoE])
+def test_what_a_recipe_keeps_changes_no_bits(layer: type, recipe: Recipe) -> None:
+    """With `saved="input"` backward makes the forms of x and dy for wgrad in passes of their own."""
+    found = []
+    for saved in ("quantized", "input"):
+        manual_seed(0)
+        sizes = (3, 32, 48) if layer is nn.GroupedMLP else (32, 48, 3, 2)
+        module = layer(*sizes, recipe=recipe.replace(saved=saved), dtype=torch.bfloat16)
+        found.append([])
+        for _ in range(2):
+            x = leaf(torch.randn(11, 32).bfloat16())
+            y = module(x, torch.tensor([4, 0, 5])) if layer is nn.GroupedMLP else module(x)[0]
+            y.backward(torch.randn(11, 32).bfloat16())
+            found[-1] += [y.detach(), x.grad]
+            for state in states(module):
+                update_scaling(state)
+                found[-1] += [state.scale.clone(), state.history.clone()]
+        found[-1] += [weight.grad for weight in module.parameters()]
+    same(found[1], found[0])
+
+
 @pytest.mark.rule("MAT-2", "ERR-1")
 def test_a_weight_without_the_form_of_dgrad_is_told_of_the_recipe_that_needs_none() -> None:
     x, w = leaf(torch.randn(4, 48).bfloat16()), torch.randn(2, 32, 48).bfloat16()
