@@ -46,7 +46,6 @@ _MLP_NAMES = MlpNames(transposed="transposed")
 _CPU = 1  # kDLCPU
 _AnyNeeds = TypeVar("_AnyNeeds", Needs, MlpNeeds)
 _BITS = {1: "uint8", 2: "uint16"}
-_STATE = ("scale", "history", "top")
 
 
 class ArrayRunner:
@@ -200,7 +199,7 @@ def _checked_bound(bound: BoundRecipe, groups: int, products: int = 1) -> tuple[
     """
     held = {}
     if isinstance(bound.state, ScalingState):
-        held = {f"state.{name}": getattr(bound.state, name) for name in _STATE}
+        held = {f"state.{name}": getattr(bound.state, name) for name in scaling.ARRAYS}
         _specs(held)
     scaling.check_bound(bound, groups, products)
     key = {} if bound.key is None else {"key": bound.key}
@@ -428,7 +427,7 @@ def scaling_state(recipe: Recipe, num_groups: int, *, products: int = 1) -> Scal
 def update_scaling(state: ScalingState[Any]) -> ScalingState[Any]:
     """The state of the next step (numerics 2.5): scales from the amax history, and an empty slot for new amaxes."""
     scaling.check_state(state)
-    arrays = {f"state.{name}": getattr(state, name) for name in _STATE}
+    arrays = {f"state.{name}": getattr(state, name) for name in scaling.ARRAYS}
     _specs(arrays)
     _checked({}, arrays)
     return scaling.update(ArrayRunner(state.scale), state)

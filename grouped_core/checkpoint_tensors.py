@@ -17,6 +17,7 @@ from grouped_core.layout_steps import Arrays, run_steps
 from grouped_core.layouts import LAYOUTS, OTHER, Layout, layout_option, stacked, units_of
 from grouped_core.lora_layout import is_factor
 from grouped_core.safetensors_file import Facts, numpy_dtype
+from grouped_core.scaling import ARRAYS
 
 PARTS = ("values", "scales", "group_scales", "group_sizes")
 Flat = dict[str, Any]
@@ -269,7 +270,7 @@ def saving(
     return Saved(made, described(made, order, spec, named, shard.ranks, {**linears, **layers}), flat)
 
 
-_SCALING = re.compile(r"scaling[._](scale|history|top)$")
+_SCALING = re.compile(rf"scaling[._]({'|'.join(ARRAYS)})$")
 """Names of the state of delayed scaling, in either framework."""
 
 

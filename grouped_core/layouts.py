@@ -15,14 +15,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from grouped_core.safetensors_file import Facts
+from grouped_core.scaling import ARRAYS
 
 _Value = TypeVar("_Value")
 Paths = tuple[str, ...]
 """One path of a tensor, or two, of gate and linear half; `{}` is the index of an expert."""
 
 WEIGHTS, BIASES = ("wi", "wo", "linear"), ("wi_bias", "wo_bias", "linear_bias")
-LAYER = ("router", "selection_bias", "shared_gate")
-STATE = ("scale", "history", "top")
 OTHER = "other."
 """In front of the names of the parts of a quantised weight's second form."""
 
@@ -261,7 +260,7 @@ def state_in(name: str, source: Layout, target: Layout, layers: Container[str]) 
     if not source.state or not target.state:
         return None
     path, found, member = name.rpartition(source.state)
-    if not found or member not in STATE or (path and not path.endswith(".")):
+    if not found or member not in ARRAYS or (path and not path.endswith(".")):
         return None
     place = path.removesuffix(".")
     above, _, last = place.rpartition(".")

@@ -39,6 +39,8 @@ from grouped_core.recipes import Recipe, plain
 MAX_RANK = 256
 LORA = "lora"
 """The argument of public functions that holds an adapter."""
+OPTIONS = (LORA, *(f"{LORA}_{name}" for name in ("scaling", "dropout", "key", "wgrad_accum")))
+"""All arguments of public functions that belong to adapters."""
 _NUMBERS = (int, float, np.integer, np.floating)
 
 

@@ -431,27 +431,6 @@ def _bias_dots(run: Runner, dy: Array, bias: Operand, group_sizes: Array) -> Arr
     return run(call, arranged(call, group_sizes=group_sizes, group_lhs=dy, group_rhs=bias))[0]
 
 
-def grad_forms(
-    run: Runner,
-    op: Mlp,
-    x: OperandSpec,
-    wo: Operand,
-    dy: Operand,
-    group_sizes: Array,
-    extras: Extras,
-    forms: tuple[bool, bool],
-) -> Quantized:
-    """Returns dy in the forms that dgrad and wgrad of the second product read, each if in `forms`; from one pass.
-
-    Args:
-        x: the spec of the rows that wo multiplies.
-    """
-    recipe = op.fc2().resolve(x, operand_spec(run, wo))
-    formats = ((1, recipe.dgrad[0]), (0, recipe.wgrad[1]))
-    wanted = [fmt for fmt, want in zip(formats, forms, strict=True) if want]
-    return gradients.grad_in_formats(run, recipe, dy, wanted, group_sizes, extras, 0)
-
-
 def main_grads(
     run: Runner,
     op: Mlp,
@@ -642,9 +621,7 @@ def plan(
     *,
     needs: MlpNeeds | None = None,
     accumulators: tuple[Any, Any] = (None, None),
-    halves: Sequence[int] = (1, 2),
     out: ArraySpec | None = None,
-    grad_input: ArraySpec | None = None,
     extras: tuple[Extras, Extras] = NO_EXTRAS,
 ) -> None:
     """Runs forward and backward on specs, for a runner that records calls (`grouped_core.plans.Planner`).
@@ -652,7 +629,6 @@ def plan(
     Args:
         operands: specs of x, wi, wo, probs, wi_bias, wo_bias; `Listed` ones hold the spec of their table; None where
             absent. accumulators: likewise, for the two weight gradients; a tuple for a wi in two arrays.
-        halves: for a wi in two arrays, the halves that need gradients: 1, 2.
     """
     x, wi, wo, probs, wi_bias, wo_bias = operands
     given: Any = [operand_spec(run, each) for each in operands]
@@ -674,10 +650,9 @@ def plan(
         wo_bias,
         found.y,
         needs,
-        grad_input=grad_input,
         extras=extras,
     )
-    plan_weight_grads(run, op, specs, main, sizes, needs, accumulators, halves)
+    plan_weight_grads(run, op, specs, main, sizes, needs, accumulators)
 
 
 def plan_weight_grads(
@@ -688,11 +663,10 @@ def plan_weight_grads(
     sizes: Array,
     needs: MlpNeeds,
     accumulators: tuple[Any, Any],
-    halves: Sequence[int],
 ) -> None:
     """Plans the weight gradients, which `plan` does after `main_grads`."""
     into = accumulators[0]
-    targets = [(into and into[half - 1], half) for half in halves] if op.paired else [(into, 0)]
+    targets = [(into and into[half - 1], half) for half in (1, 2)] if op.paired else [(into, 0)]
     work = [(op.fc1(), specs.wi, main.rows, main.dh, *target) for target in targets if needs.wi]
     work += [(op.fc2(), specs.wo, main.z, main.dy, accumulators[1], 0)] if needs.wo else []
     for linear, weight, rows, dy, to, half in work:

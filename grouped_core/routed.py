@@ -274,7 +274,6 @@ def plan(
     *,
     needs: MlpNeeds,
     accumulators: tuple[Any, Any] = (None, None),
-    halves: Sequence[int] = (1, 2),
     out: ArraySpec | None = None,
     extras: tuple[Extras, Extras] = mlp.NO_EXTRAS,
 ) -> None:
@@ -292,7 +291,7 @@ def plan(
     found = forward(run, op, *arrays, needs=needs, extras=extras)
     arrays = (x, found.h, found.z, found.wi, found.wo, found.order, wi_bias, wo_bias, found.y)
     main = main_grads(run, op, specs, *arrays, needs, weights_dtype=weights.dtype, extras=extras)
-    mlp.plan_weight_grads(run, op, specs, main, found.order.sizes, needs, accumulators, halves)
+    mlp.plan_weight_grads(run, op, specs, main, found.order.sizes, needs, accumulators)
 
 
 @lru_cache(maxsize=1024)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import struct
-import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -221,7 +221,8 @@ def write(
         )
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    name = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(8)}.part"
+    number = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)  # less the umask
     try:
         with open(number, "wb") as stream:
             stream.write(struct.pack("<Q", len(text)))
@@ -239,15 +240,8 @@ def write(
                 raise ValueError(f"`{rest[0]}`: no values, expected {rest[1]}; pass all of them.")
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(name, 0o666 & ~_umask())
         os.replace(name, target)
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

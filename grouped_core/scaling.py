@@ -49,6 +49,10 @@ class ScalingState(Generic[_Array]):
     algorithm: str
 
 
+ARRAYS = ("scale", "history", "top")
+"""The names of a state's arrays."""
+
+
 def check_groups(count: int) -> None:
     """Refuses a state without groups.
 
@@ -100,7 +104,7 @@ def check_state(state: Any, *, stacked: bool = False) -> None:
             "gradient with respect to it."
         )
     leading = max(0, len(state.scale.shape) - 2) if stacked else 0
-    for name in ("scale", "history", "top"):
+    for name in ARRAYS:
         check_rank("state", name, name, getattr(state, name).shape[leading:], of="state")
 
 

@@ -38,9 +38,6 @@ from jax_grouped._nodes import (
 )
 from jax_grouped._run import RUN, differentiable, reduce_to, varying_axes, with_gradients
 
-OPTIONS = ("lora", "lora_scaling", "lora_dropout", "lora_key", "lora_wgrad_accum")
-"""Arguments of public functions."""
-
 
 class Adapted(NamedTuple):
     """The operation of the base, and its adapters."""
@@ -73,7 +70,7 @@ def prepare(
 
     Args:
         take: converts an argument to an operand. given: `wgrad_accum` and `wgrad_dtype` of the public function.
-        lora_options: its arguments in `OPTIONS`.
+        lora_options: its arguments in `lora.OPTIONS`.
     """
     pairs, rate, key, accum = (lora_options[name] for name in ("lora", "lora_dropout", "lora_key", "lora_wgrad_accum"))
     factor = lora_options["lora_scaling"]

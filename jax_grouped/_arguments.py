@@ -16,7 +16,7 @@ from grouped_core import calls, debug
 from grouped_core.calls import ArraySpec
 from grouped_core.formats import PLAIN, QTensor
 from grouped_core.recipes import BoundRecipe, Recipe
-from grouped_core.scaling import ScalingState
+from grouped_core.scaling import ARRAYS, ScalingState
 from grouped_core.sizes import GroupSizes
 
 AnyArray = Array | np.ndarray
@@ -70,7 +70,7 @@ def _flatten_bound_with_keys(bound: BoundRecipe) -> tuple[tuple[Any, ...], Any]:
 
 
 jax.tree_util.register_pytree_with_keys(BoundRecipe, _flatten_bound_with_keys, _unflatten_bound, _flatten_bound)
-jax.tree_util.register_dataclass(ScalingState, data_fields=["scale", "history", "top"], meta_fields=["algorithm"])
+jax.tree_util.register_dataclass(ScalingState, data_fields=[*ARRAYS], meta_fields=["algorithm"])
 
 _logger = logging.getLogger("grouped_core")
 _INT32 = np.iinfo(np.int32)

@@ -68,6 +68,8 @@ ROUTER = (
 
 LORA = ("lora_rank", "lora_alpha", "lora_dropout")
 """Options of the adapters of a layer."""
+ADAPTERS = ("wi_lora", "wo_lora")
+"""Names of the adapters of a layer's MLP."""
 
 PARALLEL: Mapping[str, Any] = MappingProxyType(
     {"transport": TRANSPORTS[0], "budget_factor": None, "once_per_rank": False, "send": None, "fsdp": False}

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
+from grouped_core import lora, routed, scaling
 from grouped_core import mlp as rules
-from grouped_core import routed, scaling
 from grouped_core.calls import Call
 from grouped_core.linear_spec import Linear
 from grouped_core.mlp_spec import NO_NEEDS, Mlp, MlpNeeds, kept, restrict
@@ -39,8 +39,8 @@ def run_prepared(take_operand: Take, take: Take, arguments: dict[str, Any]) -> A
 def _prepared(
     take_operand: Take, take: Take, arguments: dict[str, Any]
 ) -> tuple[Mlp, Operands, tuple[_adapted_mlp.Adapted, _adapted_mlp.Primals] | None]:
-    own = {name: each for name, each in arguments.items() if name not in _adapted_mlp.OPTIONS}
-    options = {name: arguments[name] for name in _adapted_mlp.OPTIONS}
+    own = {name: each for name, each in arguments.items() if name not in lora.OPTIONS}
+    options = {name: arguments[name] for name in lora.OPTIONS}
     op, o = prepare(take_operand, take, **own)
     of_weights = {name: own[name] for name in ("wgrad_accum", "wgrad_dtype")}
     return op, o, _adapted_mlp.prepare(take, op, o, of_weights, lora_options=options)

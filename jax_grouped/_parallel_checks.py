@@ -155,12 +155,13 @@ def _check_tensor(plan: Plan, arrays: Mapping[str, Any]) -> None:
 
 
 def _check_plain(arrays: Mapping[str, Any], what: str) -> None:
-    for name in ("wi", "wo"):
-        node = arrays[name]
-        if any(isinstance(each, QTensor | StraightThrough) for each in (node if isinstance(node, tuple) else (node,))):
-            raise _wrong(
-                name, f"quantised, with {what}", "a plain array", "quantised weights are split by experts alone"
-            )
+    shared = arrays.get("shared")
+    beside = () if shared is None else (("shared.wi", shared.wi), ("shared.wo", shared.wo))
+    for name, node in (("wi", arrays["wi"]), ("wo", arrays["wo"]), *beside):
+        members = node if isinstance(node, tuple | list) else (node,)
+        if any(isinstance(each, QTensor | StraightThrough) for each in members):
+            words = "codes are split by experts alone; pass the plain weight, which a recipe quantises on each rank"
+            raise _wrong(name, f"quantised, with {what}", "a plain array", words)
 
 
 def _check_states(arrays: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -208,8 +209,11 @@ class Replacement:
         self.replaced = tuple(place.label for place in places)
         self.host, self.reach = host, _Reach(choice, frozenset(place.key for place in places))
         self._places = places
-        for place in places:
-            hold(place)
+        with ExitStack() as undo:  # if one place cannot be replaced, the others are restored
+            for place in places:
+                hold(place)
+                undo.callback(release, place)
+            undo.pop_all()
         with _lock:
             _registered.append(self)
             _publish()

@@ -22,6 +22,7 @@ from grouped_core.checkpoint_metadata import NAME, Spec, beside
 from grouped_core.checkpoint_plan import Plan, shard_option
 from grouped_core.checkpoint_tensors import executed, formats_of
 from grouped_core.layouts import LAYOUTS
+from grouped_core.scaling import ARRAYS
 from jax_grouped._checkpoint_trees import (
     JAX,
     Tree,
@@ -41,7 +42,7 @@ Interleave = int | tuple[int | None, int | None] | None
 """The block in which gate and linear columns alternate, None for halves, or that of the source and of the target."""
 
 _LAYOUT = "jax_grouped"
-_STATE = re.compile(r"(.+\.)?scaling\.(scale|history|top)", re.DOTALL)
+_STATE = re.compile(rf"(.+\.)?{re.escape(LAYOUTS[_LAYOUT].state)}({'|'.join(ARRAYS)})", re.DOTALL)
 """The state of delayed scaling, which a checkpoint may lack."""
 
 

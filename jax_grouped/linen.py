@@ -36,6 +36,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from jax_grouped import _layer_lora, _layer_options, route
 from jax_grouped._arguments import as_array
 from jax_grouped._layer_options import (
+    ADAPTERS,
     Initializer,
     Metadata,
     default_bias_init,
@@ -93,8 +94,6 @@ def _bound(layer: nn.Module, recipe: Recipe | None, num_groups: int, products: i
 
 LORA = "lora"
 """The collection of adapters."""
-
-_ADAPTERS = ("wi_lora", "wo_lora")
 
 
 def _of_lora(layer: Any) -> LayerOptions:
@@ -358,7 +357,7 @@ def _experts(layer: Any, num_groups: int, mlp_dim: int, x: Array) -> tuple[Any, 
             _param(layer, name, layer.bias_init, (num_groups, width), of, layer.bias_metadata)
             for name, width in widths.items()
         ]
-    factors = _factors(layer, _ADAPTERS, (wi, wo))
+    factors = _factors(layer, ADAPTERS, (wi, wo))
     frozen = _layer_lora.frozen(_of_lora(layer), wi, wo, *biases)
     return (*promote_dtype(x, *frozen, *factors, dtype=layer.dtype),)
 

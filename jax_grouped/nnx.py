@@ -27,6 +27,7 @@ from grouped_core.recipes import Recipe
 from jax_grouped import _layer_lora, _layer_options, route
 from jax_grouped._arguments import as_array
 from jax_grouped._layer_options import (
+    ADAPTERS,
     NO_METADATA,
     Initializer,
     Metadata,
@@ -230,10 +231,6 @@ class GroupedLinear(_LoraLayer):
         return {"lora": self.kernel}
 
 
-_ADAPTERS = ("wi_lora", "wo_lora")
-_LORA_OPTIONS = ("lora_rank", "lora_alpha", "lora_dropout")
-
-
 class _Experts(_LoraLayer):
     """The parameters of `GroupedMLP`, which `MoE` has too."""
 
@@ -289,16 +286,16 @@ class _Experts(_LoraLayer):
         rngs: nnx.Rngs,
     ) -> None:
         shapes = (self.wi[...].shape, self.wo[...].shape)
-        self._hold_lora(_ADAPTERS, shapes, (lora_rank, lora_alpha, lora_dropout), param_dtype, rngs)
+        self._hold_lora(ADAPTERS, shapes, (lora_rank, lora_alpha, lora_dropout), param_dtype, rngs)
 
     def _weights(self, x: Array) -> tuple[Any, ...]:
         """x, wi, wo, wi_bias, wo_bias, and A and B of both adapters, in the dtype of the computation."""
         _layer_options.check_width(type(self).__name__, x, "hidden", "wi", _value(self.wi).shape)
         frozen = self._frozen(*map(_value, (self.wi, self.wo, self.wi_bias, self.wo_bias)))
-        return _cast(self.dtype, x, *frozen, *self._factors(_ADAPTERS))
+        return _cast(self.dtype, x, *frozen, *self._factors(ADAPTERS))
 
     def _adapted(self) -> dict[str, nnx.Param[Any]]:
-        return dict(zip(_ADAPTERS, (self.wi, self.wo), strict=True))
+        return dict(zip(ADAPTERS, (self.wi, self.wo), strict=True))
 
 
 class GroupedMLP(_Experts):
@@ -447,7 +444,7 @@ class MoE(_Experts):
         check_flags("MoE", selection_bias=selection_bias)
         _layer_options.check_moe(self)
         options = {"param_dtype": param_dtype, "deterministic": deterministic, **options}
-        adapters = {name: options.pop(name) for name in _LORA_OPTIONS if name in options}
+        adapters = {name: options.pop(name) for name in _layer_options.LORA if name in options}
         super().__init__(num_experts, hidden, mlp_dim, rngs=rngs, **options)
         self.router = Router(hidden, num_experts, param_dtype, router_init, rngs, router_metadata)
         self.selection_bias: SelectionBias | None = nnx.data(None)

@@ -122,7 +122,7 @@ def ragged_dot(
         NotImplementedError: no kernel supports the operands (`why_unsupported` tells beforehand); `jax.vmap`.
     """
     arguments = locals()  # by name
-    own = {name: arguments.pop(name) for name in _OF_LORA}
+    own = {name: arguments.pop(name) for name in adapters.OPTIONS}
     op, o = _prepare(as_operand, as_array, **arguments)
     adapted = _prepare_adapter(as_array, op, o, arguments, **own)
     if "sizes" in debug.debug_flags():
@@ -150,7 +150,7 @@ def size_status(group_sizes: Int[AnyArray, " G"] | GroupSizes, M: int) -> Int[Ar
 
 def plan_ragged_dot(**arguments: Any) -> list[Call]:
     """Every native call of `ragged_dot` and of all its gradients; arrays may be `jax.ShapeDtypeStruct`."""
-    own = {name: arguments.pop(name) for name in _OF_LORA}
+    own = {name: arguments.pop(name) for name in adapters.OPTIONS}
     op, o = _prepare(as_operand_spec, as_operand_spec, **arguments)
     o = o._replace(sizes=o.sizes._replace(dtype="int32"))  # as after `to_int32`
     adapted = _prepare_adapter(as_operand_spec, op, o, arguments, **own)
@@ -282,9 +282,6 @@ def _prepare(
         accumulate.check(op, operands.accum, ArraySpec(tuple(w.shape), specs[1].dtype))
     few_rows = linear_spec.has_few_rows(specs[0].shape[0], specs[1].shape[0])
     return replace(op, few_rows=few_rows), operands
-
-
-_OF_LORA = ("lora", "lora_scaling", "lora_dropout", "lora_key", "lora_wgrad_accum")
 
 
 def _prepare_adapter(

@@ -207,8 +207,7 @@ def update_scaling(
 
 
 def _check_previous(state: ScalingState[Any], previous: ScalingState[Any]) -> None:
-    names = ("scale", "history", "top")
-    facts = [(name, *(jnp.shape(getattr(each, name)) for each in (previous, state))) for name in names]
+    facts = [(name, *(jnp.shape(getattr(each, name)) for each in (previous, state))) for name in scaling.ARRAYS]
     for name, came, wanted in (*facts, ("algorithm", previous.algorithm, state.algorithm)):
         if came != wanted:
             raise ValueError(

@@ -100,12 +100,14 @@ class AllToAll:
             dropped. None: as many as there can be.
         codes: the format, with scales per row, in which tokens travel; None: they travel in their dtype.
         once_per_rank: whether a token is sent to a rank once, for all its experts there.
+        function: what messages call the operation that uses it.
     """
 
     process_group: Any
     budget_factor: float | None = None
     codes: Format | None = None
     once_per_rank: bool = False
+    function: str = FUNCTION
 
     def option(self, experts: Tensor, num_experts: int) -> Exchange:
         """Returns the facts of the exchange for tokens with experts [T, k]."""
@@ -115,7 +117,7 @@ class AllToAll:
         if factor is not None:  # rounding up cannot be expressed by a symbol of torch.compile
             tokens = _codec.constant(tokens)
         facts = {"ranks": self.process_group.size(), "experts": num_experts, "tokens": tokens, "slots": slots}
-        return exchange.exchange_option(FUNCTION, **facts, budget_factor=factor, once_per_rank=self.once_per_rank)
+        return exchange.exchange_option(self.function, **facts, budget_factor=factor, once_per_rank=self.once_per_rank)
 
     @property
     def _group(self) -> _exchange.Group:
@@ -123,7 +125,7 @@ class AllToAll:
 
     def begin_dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int) -> Callable[[], Arrived]:
         """Begins `dispatch`; a call of the result finishes it."""
-        _exchange.check_sent(FUNCTION, x, weights, self.process_group)
+        _exchange.check_sent(self.function, x, weights, self.process_group)
         option = self.option(experts, num_experts)
         sent, room = _exchange.send(option, x, experts, weights, self.codes), option.max_rows
         # Float32 scales are stored block by block, others row by row.
@@ -151,7 +153,7 @@ class AllToAll:
 
     def begin_combine(self, y: Tensor, handle: Way) -> Callable[[], Tensor]:
         """Begins `combine`; a call of the result finishes it."""
-        _exchange.check_results(FUNCTION, y, self.process_group)
+        _exchange.check_results(self.function, y, self.process_group)
         rows = _exchange.begin(y, self._group, handle.came)
         return lambda: _exchange.sums(rows(handle.went), handle.source, handle.inverse)
 
@@ -179,7 +181,7 @@ class SymmetricMemory(AllToAll):
     """
 
     def __post_init__(self) -> None:
-        _symmetric.require(FUNCTION)
+        _symmetric.require(self.function)
 
     @property
     def _group(self) -> _exchange.Group:
@@ -261,7 +263,7 @@ def transport_option(
             "and `combine`; all_to_all is the default."
         )
     check_group(function, process_group)
-    return TRANSPORTS[transport](process_group, budget_factor, codes, once_per_rank)
+    return TRANSPORTS[transport](process_group, budget_factor, codes, once_per_rank, function)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -321,7 +323,7 @@ def dispatch(
     check_operand("weights", weights, x)
     exchange.check_dispatch(function, rows_spec(x), rows_spec(experts), rows_spec(weights))
     own = exchange.own_experts(function, num_experts, process_group.size())
-    arrived = by.dispatch(x, saturate(experts).int(), weights, num_experts)
+    arrived = by.dispatch(x, saturate(experts), weights, num_experts)
     assert isinstance(arrived.rows, Tensor), "no codes were asked for"
     options: dict[str, Any] = {"probs": arrived.weights, "max_rows": arrived.max_rows}
     rows, sizes, permutation = route.permute(arrived.rows, arrived.experts, own, **options)

@@ -206,7 +206,9 @@ def begin(rows: Tensor, counts: Tensor, group: str) -> Tensor:
     check_row(counts.shape[0], rows[0].numel() * rows.element_size())
     if is_compiling() or not rows.is_cuda:
         return operator()(rows, counts, group)
-    stream = _STREAMS.setdefault(rows.device, torch.cuda.Stream(rows.device))
+    stream = _STREAMS.get(rows.device)
+    if stream is None:
+        stream = _STREAMS[rows.device] = torch.cuda.Stream(rows.device)
     stream.wait_stream(torch.cuda.current_stream(rows.device))
     with torch.cuda.stream(stream):
         pending = operator()(rows, counts, group)

@@ -88,6 +88,12 @@ def master_of(operand: Any) -> Any:
     return None if isinstance(operand, QTensor) else operand
 
 
+def draw_key(device: torch.device) -> Tensor:
+    """A key of random numbers, uint32 [2], drawn from the device's generator, which graphs advance at each replay."""
+    drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device)  # there are no unsigned numbers
+    return drawn.view(torch.uint32)
+
+
 def home(rows: Any) -> Any:
     """Returns the tensor that determines the device of the operation: the rows, or their quantised values."""
     rows = rows.q if isinstance(rows, StraightThrough) else rows

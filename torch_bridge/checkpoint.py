@@ -25,6 +25,7 @@ from grouped_core.formats import QTensor
 from grouped_core.layout_steps import run_steps
 from grouped_core.layouts import LAYOUTS, join, layout_option, unwrapped, unwrapped_paths
 from grouped_core.safetensors_file import DTYPES, Facts
+from grouped_core.scaling import ARRAYS
 from torch_bridge._checkpoint_layers import activated, blocks_of, of_linears, of_mlps, placed
 from torch_bridge._checks import is_distributed, is_freed
 from torch_bridge._layout_arrays import TORCH, from_numpy, name_of, to_numpy
@@ -40,7 +41,7 @@ Interleave = int | tuple[int | None, int | None] | None
 """The block in which gate and linear columns alternate, None for halves, or that of the source and of the target."""
 
 _LAYOUT = "torch_bridge"
-_STATE = ("scaling_scale", "scaling_history", "scaling_top")
+_STATE = tuple([f"{LAYOUTS['torch_bridge'].state}{name}" for name in ARRAYS])
 """The state of delayed scaling, which a checkpoint may lack."""
 
 

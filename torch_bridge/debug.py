@@ -29,7 +29,7 @@ from torch_bridge.quantize import check_dequantize, check_quantize, dequantize, 
 def _parts(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """(the arguments of the base, the options of its adapter)."""
     own = {name: each for name, each in arguments.items() if not name.startswith(LORA)}
-    options = [arguments[name] for name in ("lora_scaling", "lora_dropout", "lora_key", "lora_wgrad_accum")]
+    options = [arguments[name] for name in lora.OPTIONS[1:]]
     if arguments[LORA] is None:
         lora.check_absent(*options)
     else:

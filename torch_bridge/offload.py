@@ -108,8 +108,8 @@ class _Packed:
 
 
 _last: list[weakref.ref[_Unit]] = []  # the last unit that moved a tensor
-_moved: dict[tuple[int, int, int, int], tuple[StorageWeakRef, weakref.ref[_transfer.Moved]]] = {}
-"""By storage, version, address and bytes: tensors that were moved and have not changed since."""
+_moved: dict[tuple[int, int, int, int, torch.dtype], tuple[StorageWeakRef, weakref.ref[_transfer.Moved]]] = {}
+"""By storage, version, address, bytes and dtype: tensors that were moved and have not changed since."""
 _MAX_MOVED = 1024
 
 
@@ -150,7 +150,7 @@ class _Unit:
 
     def _send(self, tensor: Tensor) -> _transfer.Moved:
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor._version, tensor.data_ptr(), tensor.nbytes)
+        key = (storage._cdata, tensor._version, tensor.data_ptr(), tensor.nbytes, tensor.dtype)
         known = _moved.get(key)
         moved = None if known is None or known[0].expired() else known[1]()
         if moved is None:

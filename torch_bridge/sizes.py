@@ -17,7 +17,7 @@ from grouped_core.ranks import check_rank
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge._checks import check_layout, check_memory, device_integers
 from torch_bridge._compiling import is_compiling
-from torch_bridge._memory import raw_stream
+from torch_bridge._memory import capture_on, raw_stream
 from torch_bridge._tensors import spec_of
 
 _INT32 = torch.iinfo(torch.int32)
@@ -147,8 +147,15 @@ _words: dict[torch.device, Tensor] = {}
 def note_sizes(sizes: Tensor, rows: int) -> None:
     """Adds the status of int32 `sizes` to the debug word of their device."""
     status = size_status(sizes, rows)
-    with torch.inference_mode(mode=False):  # later calls write it
-        word = _words.setdefault(sizes.device, torch.zeros((), dtype=torch.int32, device=sizes.device))
+    word = _words.get(sizes.device)
+    if word is None:
+        if capture_on(sizes.device):  # memory of a graph, which each replay would clear
+            raise RuntimeError(
+                "GROUPED_DEBUG=sizes: the first call on this device is in the capture of a CUDA graph, expected one "
+                "before, because the debug word outlives the graph; run the call once before the capture."
+            )
+        with torch.inference_mode(mode=False):  # later calls write it
+            word = _words[sizes.device] = torch.zeros((), dtype=torch.int32, device=sizes.device)
     word |= status
 
 

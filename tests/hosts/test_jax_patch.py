@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_grouped as jg
-from jax_grouped._replacing import original_of
+from jax_grouped._replacing import Place, Replacement, choice_of, original_of, replacing
 from tests import asserts, bounds, cases
 from tests.hosts import users_moe
 from tests.hosts.jax_host_tools import check_product, lax_calls, module, native_calls
@@ -518,3 +519,17 @@ def test_a_users_layer_with_a_recipe():
     assert len(products) == 9
     for call in products:
         assert [spec.dtype for spec in call.inputs[:2]] == ["float8_e4m3fn"] * 2
+
+
+def test_what_cannot_be_replaced_leaves_nothing_replaced() -> None:
+    holder: Any = ModuleType("holder")
+    holder.f = holder.g = function = lambda: 1
+
+    def fails(original: Any) -> Any:
+        raise TypeError("no such host")
+
+    good = Place(holder, "f", replacing(lambda original: lambda: original()), "holder.f")
+    for bad in (Place(holder, "g", fails, "holder.g"), Place(holder, "h", fails, "holder.h")):
+        with pytest.raises((TypeError, KeyError)):
+            Replacement("host", choice_of(None), (good, bad))
+        assert holder.f is function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -144,6 +145,15 @@ def test_gates_are_compared_beyond_their_clamps(transformers: Any) -> None:
         else:
             with refused(NotImplementedError, ["`_apply_gate` of Experts", "with the numbers [1.25, 400.0]"]):
                 recognised("Experts", True, facts)
+
+
+def test_what_the_code_does_not_say_is_not_guessed(transformers: Any) -> None:
+    hooked = torch.nn.SiLU()
+    hooked.register_forward_hook(lambda module, given, found: 2 * found)
+    doubled = functools.partial(lambda a, x=None: torch.nn.functional.silu(a if x is None else a * x), 2.0)
+    for act_fn in (hooked, doubled):
+        with refused(NotImplementedError, ["`act_fn` of Experts"]):
+            _found(None, act_fn, gated=False)
 
 
 def test_constants_of_a_class_are_read(transformers: Any) -> None:

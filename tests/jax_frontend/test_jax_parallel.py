@@ -639,6 +639,22 @@ def test_a_shared_expert(name: str) -> None:
             close(a, e, what)
 
 
+@pytest.mark.rule("LYR-12", "ERR-1")
+@pytest.mark.parametrize("which", ["wi", "wo"])
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_codes_of_a_shared_expert_are_not_split(which: str, fsdp: bool) -> None:
+    """Each rank of the tensor axis would add the whole of it."""
+    axes, sizes = MESHES["data_expert" if fsdp else "expert_tensor"]
+    p, x = parameters(pair=True), draw(T, H, seed="x")
+    own: dict[str, Any] = {"wi": tuple(draw(1, H, S, seed=half) for half in ("gate", "up")), "wo": draw(1, S, H)}
+    quantized = [jax_grouped.quantize(half, "fp8_tensor", axis=1) for half in jax.tree.leaves(own[which])]
+    own[which] = tuple(quantized) if which == "wi" else quantized[0]
+    with asserts.refused(
+        ValueError, (f"`shared.{which}` of parallel.moe", "quantised, with", "a plain array", "recipe")
+    ):
+        spread(p, x, mesh=mesh_of(**sizes), axes=axes, fsdp=fsdp, shared=SharedExpert(**own))
+
+
 @pytest.mark.rule("LYR-3")
 @pytest.mark.parametrize("last", [4, 2**31 - 1])
 def test_sequences_are_those_of_all_tokens(last: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,22 @@ FULL: dict[str, Any] = {"bias": True, "shared_dim": 16, "shared_gate": True, "se
 
 
 # ---- saving and loading
+
+
+@pytest.mark.rule("CKP-5")
+def test_files_have_the_mode_of_the_umask_which_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It belongs to the whole process: files that other threads make meanwhile would have another mode."""
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", None)
+            checkpoint.save(tmp_path / "f.safetensors", moe())
+    finally:
+        os.umask(before)
+    assert (tmp_path / "f.safetensors").stat().st_mode & 0o777 == 0o640
+    assert [each.name for each in tmp_path.iterdir()] == ["f.safetensors"]
 
 
 @pytest.mark.rule("CKP-1", "CKP-5", "MLM #5487")

@@ -122,6 +122,34 @@ def test_a_storage_saved_twice_is_moved_once(sent: list[Sent]) -> None:
     assert len(sent) == 2
 
 
+class _Keeps(torch.autograd.Function):
+    """Keeps two tensors, and says what came back."""
+
+    back: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*kept)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _Keeps.back = ctx.saved_tensors
+        return grads[0], None, None
+
+
+@pytest.mark.rule("OFF-5")
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.int16, torch.uint8])
+def test_views_of_one_storage_keep_their_dtypes(other: torch.dtype, sent: list[Sent]) -> None:
+    x = torch.randn(4, 8).half()
+    kept = (x, x.view(other))
+    with cpu_offload(min_numel=1):
+        y = _Keeps.apply(torch.ones(4, 8, requires_grad=True), *kept)
+    y.sum().backward()
+    for back, given in zip(_Keeps.back, kept, strict=True):
+        asserts.bitwise(back, given)
+
+
 @pytest.mark.rule("OFF-1")
 def test_contexts_nest_and_the_innermost_decides(sent: list[Sent]) -> None:
     s = setup("GroupedLinear", False)

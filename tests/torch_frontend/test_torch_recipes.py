@@ -677,6 +677,23 @@ def test_what_a_recipe_keeps_changes_no_bits(layer: type, recipe: Recipe) -> Non
     same(found[1], found[0])
 
 
+@pytest.mark.rule("QNT-5")
+def test_a_cache_follows_the_number_of_experts() -> None:
+    """As `parallel.shard_experts` changes it: forms of other weights are not written into."""
+    x = torch.randn(12, 32).bfloat16()
+    found: list[Any] = []
+    for groups in ((2,), (4, 2), (1, 2)):
+        manual_seed(0)
+        weights = {count: torch.randn(count, 48, 32).bfloat16() for count in (2, 4, 1)}
+        options: dict[str, Any] = {"bias": False, "dtype": torch.bfloat16, "single_grouped_weight": True}
+        layer = nn.GroupedLinear(groups[0], 32, 48, recipe=recipes.FP8Block, **options)
+        found.append(None)
+        for count in groups:
+            layer.weight, layer.num_groups = torch.nn.Parameter(weights[count]), count
+            found[-1] = layer(x, torch.tensor([12 // count] * count), is_first_microbatch=True).detach()
+    same(found[1:], [found[0]] * 2)
+
+
 @pytest.mark.rule("MAT-2", "ERR-1")
 def test_a_weight_without_the_form_of_dgrad_is_told_of_the_recipe_that_needs_none() -> None:
     x, w = leaf(torch.randn(4, 48).bfloat16()), torch.randn(2, 32, 48).bfloat16()

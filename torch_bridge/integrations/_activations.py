@@ -56,11 +56,16 @@ def _facts(value: Any) -> Facts:
         return ("value", _codec.to_tuples(value) if is_compiling() else value)
     if type(value) in (FunctionType, BuiltinFunctionType):
         return ("function", value)
-    if isinstance(value, functools.partial):
+    if isinstance(value, functools.partial) and not value.args:
         return ("partial", value.func, tuple([(name, _facts(each)) for name, each in value.keywords.items()]))
-    if isinstance(value, Module) and "forward" not in value.__dict__:
+    # What hooks or a forward of the instance compute is not in the code of the class.
+    if isinstance(value, Module) and "forward" not in value.__dict__ and not _is_hooked(value):
         return ("module", type(value), _reads(value, type(value).forward))
     return _UNKNOWN
+
+
+def _is_hooked(module: Module) -> bool:
+    return len(module._forward_hooks) > 0 or len(module._forward_pre_hooks) > 0
 
 
 def _reads(owner: Any, function: Any) -> Facts:

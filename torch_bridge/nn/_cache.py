@@ -1,6 +1,7 @@
 """Quantised weights of a layer that outlive a forward pass, in buffers that keep their addresses.
 
-Captured graphs hold these addresses, so new buffers are made only if the weights move to another device.
+Captured graphs hold these addresses, so new buffers are made only if the weights move to another device or get another
+shape, as experts do that are sharded.
 """
 
 from __future__ import annotations
@@ -102,8 +103,9 @@ class WeightCache:
     ) -> list[QTensor[Tensor]]:
         """Returns the requested forms of `weight`, updated if they are due (`_weight_forms.WeightForms`)."""
         source = members(weight)[0]
-        if any(each.values.device != source.device for each in self._forms.values()):
-            self._forms.clear()  # the layer was moved
+        shape = tuple(source.shape) if isinstance(weight, Tensor) else (len(weight), *source.shape)
+        if any(each.values.device != source.device or each.shape != shape for each in self._forms.values()):
+            self._forms.clear()  # the layer was moved, or its experts were sharded
             self._marks.clear()
             self._measured.clear()
             self._fresh.clear()

@@ -18,6 +18,7 @@ from grouped_core.layouts import dotted
 from torch_bridge._adapter import merged
 from torch_bridge._checks import is_distributed
 from torch_bridge._gradients import Owner
+from torch_bridge._tensors import draw_key
 
 FACTORS = ("lora_A", "lora_B")
 """The names of the parameters A [G, r, K] and B [G, N, r]."""
@@ -50,8 +51,7 @@ def key(dropout: float, training: bool, device: torch.device) -> tuple[float, Te
     """Draws a key from the device's generator and returns (dropout, key) of one pass; (0.0, None) in evaluation."""
     if not dropout or not training:
         return 0.0, None
-    drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device)  # there are no unsigned numbers
-    return dropout, drawn.view(torch.uint32)
+    return dropout, draw_key(device)
 
 
 def owners(layer: Any, path: str = "") -> tuple[Owner | None, Owner | None]:

@@ -16,11 +16,11 @@ from grouped_core import scaling
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from torch_bridge._checks import is_distributed
-from torch_bridge._tensors import home
+from torch_bridge._tensors import draw_key, home
 from torch_bridge.quantize import scaling_state
 
-_SCALE, _HISTORY, _FP8_MAX = "scaling_scale", "scaling_history", "scaling_top"
-_BUFFERS = (_SCALE, _HISTORY, _FP8_MAX)
+_SCALE, _HISTORY, _TOP = "scaling_scale", "scaling_history", "scaling_top"
+_BUFFERS = (_SCALE, _HISTORY, _TOP)
 """Buffers of a layer whose recipe uses delayed scaling: [R, G], [R, L, G] and [R], all float32."""
 
 
@@ -56,7 +56,7 @@ class ScaledModule(Module):
         if self.scaling_recipe is None:
             return None
         buffers = self._buffers  # faster than attributes of the module
-        scale, history, fp8_max = buffers.get(_SCALE), buffers.get(_HISTORY), buffers.get(_FP8_MAX)
+        scale, history, fp8_max = buffers.get(_SCALE), buffers.get(_HISTORY), buffers.get(_TOP)
         if scale is None or history is None or fp8_max is None:
             return None
         return ScalingState(scale, history, fp8_max, self.scaling_recipe.amax_algorithm)
@@ -143,13 +143,13 @@ class ScaledModule(Module):
         scales for those of this one; the two differ by powers of two, so nothing is rounded, and the history serves
         both. A value that no recipe has is loaded as it is.
         """
-        held, recipe = self._buffers.get(_FP8_MAX), self.scaling_recipe
+        held, recipe = self._buffers.get(_TOP), self.scaling_recipe
         if held is None or recipe is None:
             return
         for name in _BUFFERS:
             if isinstance(each := state_dict.get(prefix + name), Tensor):
                 state_dict[prefix + name] = each.float()
-        scale, saved = (state_dict.get(prefix + name) for name in (_SCALE, _FP8_MAX))
+        scale, saved = (state_dict.get(prefix + name) for name in (_SCALE, _TOP))
         if not isinstance(scale, Tensor) or not isinstance(saved, Tensor):
             return
         if saved.shape != held.shape or scale.shape[:-1] != held.shape:
@@ -158,7 +158,7 @@ class ScaledModule(Module):
         own = torch.tensor(roles, dtype=torch.float32, device="cpu").to(saved.device)
         known = (torch.frexp(saved / scaling.LARGEST_E4M3).mantissa == 0.5) | (saved == 1)  # 1: not delayed there
         state_dict[prefix + _SCALE] = scale.detach() * torch.where(known, own / saved, 1.0).to(scale.device)[:, None]
-        state_dict[prefix + _FP8_MAX] = torch.where(known, own, saved)
+        state_dict[prefix + _TOP] = torch.where(known, own, saved)
 
     def refit_state(self) -> None:
         """Makes a state that has been loaded in place one of this layer's recipe."""
@@ -193,7 +193,5 @@ def bound(
         return None
     key = None
     if recipe.stochastic and (training or torch.is_grad_enabled()):
-        # Drawn from the device's generator, which graphs advance at each replay; it has no unsigned numbers.
-        drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=home(rows).device)
-        key = drawn.view(torch.uint32)
+        key = draw_key(home(rows).device)
     return recipe if state is None and key is None else BoundRecipe(recipe, state, key)

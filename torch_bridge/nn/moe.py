@@ -21,6 +21,7 @@ from grouped_core.routing_spec import check_of_layer, router_option
 from torch_bridge import main_grad
 from torch_bridge._expert_parallel import Layer, Transport, check_chunks, transport_option
 from torch_bridge._router import router_logits
+from torch_bridge._tensors import draw_key
 from torch_bridge.moe import moe
 from torch_bridge.nn import _primary
 from torch_bridge.nn._checks import cast_rows, check_recipe, compute_dtype, parameter_dtype, positive
@@ -325,7 +326,7 @@ class MoE(OrderedColumns):
         """
         tokens = _tokens(x, self.num_experts, self.experts.linear_fc1.in_features)
         mask, experts = _of_tokens(x, mask, experts)
-        jitter, key = (self.jitter, _key(tokens)) if self.jitter and self.training else (0.0, None)
+        jitter, key = (self.jitter, draw_key(tokens.device)) if self.jitter and self.training else (0.0, None)
         weights, chosen, aux = topk_router(
             *(self.router(tokens), self.num_experts_per_tok),
             bias=self.router.selection_bias,
@@ -460,9 +461,3 @@ def _of_tokens(x: Tensor, mask: Any, experts: Any) -> tuple[Any, Any]:
     if isinstance(experts, Tensor):
         experts = experts.reshape(-1, experts.shape[-1])
     return mask, experts
-
-
-def _key(tokens: Tensor) -> Tensor:
-    """A key of jitter, drawn from the device's generator, which has no unsigned numbers."""
-    drawn = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=tokens.device)
-    return drawn.view(torch.uint32)
