@@ -29,6 +29,8 @@ struct Kernel {
   Kind kind;
   std::string (*refuses)(const Call& call, const Target& target);  // empty: takes the call; else the reason, in words
   size_t (*workspace)(const Call& call, const Target& target);     // bytes of scratch memory
+  // CPU kernels find a FloatEnvironment (cc/cpu/parallel.h) and set none: Prepared::launch, through which all edges
+  // go, sets it in the caller's thread, also for the parts of a composed call, and parallel_for in its helpers.
   void (*launch)(const Call& call, const Context& context);
   // Bytes that the addresses of lhs, rhs and result must be multiples of. Addresses are seen at launch alone, so where
   // they are not, the next kernel of the table that takes any address runs instead.

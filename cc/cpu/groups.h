@@ -33,6 +33,9 @@ inline int64_t group_of_row(const std::vector<int64_t>& ends, int64_t row) {
   return std::upper_bound(ends.begin(), ends.end(), row) - ends.begin();
 }
 
+// Whether an index names one of `count` rows, slots or experts; negative ones and those past the end name none.
+inline bool in_range(int32_t index, int64_t count) { return index >= 0 && index < count; }
+
 constexpr int64_t kRowsPerTask = 64;  // of the kernels that stream rows
 
 // body(first, last) over pieces of [begin, end).

@@ -21,6 +21,24 @@ Table<Call> rows_if(bool condition, const Kernel<Call> (&rows)[N]) {
 
 }  // namespace
 
+// The tables of a call that has one kernel per platform.
+#if GROUPED_WITH_CUDA
+#define GROUPED_TABLE(Call, name)                                     \
+  template <>                                                         \
+  Table<Call> table<Call>(Platform platform) {                        \
+    static const Kernel<Call> cpu[] = {name##_any_cpu};               \
+    static const Kernel<Call> cuda[] = {name##_any_cuda};             \
+    return platform == Platform::cuda ? rows_of(cuda) : rows_of(cpu); \
+  }
+#else
+#define GROUPED_TABLE(Call, name)                       \
+  template <>                                           \
+  Table<Call> table<Call>(Platform platform) {          \
+    static const Kernel<Call> cpu[] = {name##_any_cpu}; \
+    return rows_if(platform == Platform::cpu, cpu);     \
+  }
+#endif
+
 template <>
 Table<GroupedMatmul> table<GroupedMatmul>(Platform platform) {
   static const Kernel<GroupedMatmul> cpu[] = {
@@ -59,45 +77,10 @@ Table<LowRankGrads> table<LowRankGrads>(Platform platform) {
   return rows_if(platform == Platform::cpu, cpu);
 }
 
-template <>
-Table<GroupSum> table<GroupSum>(Platform platform) {
-  static const Kernel<GroupSum> cpu[] = {group_sum_any_cpu};
-#if GROUPED_WITH_CUDA
-  static const Kernel<GroupSum> cuda[] = {group_sum_any_cuda};
-  if (platform == Platform::cuda) return rows_of(cuda);
-#endif
-  return rows_if(platform == Platform::cpu, cpu);
-}
-
-template <>
-Table<RowDot> table<RowDot>(Platform platform) {
-  static const Kernel<RowDot> cpu[] = {row_dot_any_cpu};
-#if GROUPED_WITH_CUDA
-  static const Kernel<RowDot> cuda[] = {row_dot_any_cuda};
-  if (platform == Platform::cuda) return rows_of(cuda);
-#endif
-  return rows_if(platform == Platform::cpu, cpu);
-}
-
-template <>
-Table<ScaleRows> table<ScaleRows>(Platform platform) {
-  static const Kernel<ScaleRows> cpu[] = {scale_rows_any_cpu};
-#if GROUPED_WITH_CUDA
-  static const Kernel<ScaleRows> cuda[] = {scale_rows_any_cuda};
-  if (platform == Platform::cuda) return rows_of(cuda);
-#endif
-  return rows_if(platform == Platform::cpu, cpu);
-}
-
-template <>
-Table<AddRows> table<AddRows>(Platform platform) {
-  static const Kernel<AddRows> cpu[] = {add_rows_any_cpu};
-#if GROUPED_WITH_CUDA
-  static const Kernel<AddRows> cuda[] = {add_rows_any_cuda};
-  if (platform == Platform::cuda) return rows_of(cuda);
-#endif
-  return rows_if(platform == Platform::cpu, cpu);
-}
+GROUPED_TABLE(GroupSum, group_sum)
+GROUPED_TABLE(RowDot, row_dot)
+GROUPED_TABLE(ScaleRows, scale_rows)
+GROUPED_TABLE(AddRows, add_rows)
 
 template <>
 Table<GroupedMatmulAct> table<GroupedMatmulAct>(Platform platform) {
@@ -192,53 +175,10 @@ Table<Dequantize> table<Dequantize>(Platform platform) {
   return rows_if(platform == Platform::cpu, cpu);
 }
 
-template <>
-Table<ScaleUpdate> table<ScaleUpdate>(Platform platform) {
-  static const Kernel<ScaleUpdate> cpu[] = {scale_update_any_cpu};
-#if GROUPED_WITH_CUDA
-  static const Kernel<ScaleUpdate> cuda[] = {scale_update_any_cuda};
-  if (platform == Platform::cuda) return rows_of(cuda);
-#endif
-  return rows_if(platform == Platform::cpu, cpu);
-}
+GROUPED_TABLE(ScaleUpdate, scale_update)
+GROUPED_TABLE(ShardAmax, shard_amax)
+GROUPED_TABLE(ShardCast, shard_cast)
 
-template <>
-Table<ShardAmax> table<ShardAmax>(Platform platform) {
-  static const Kernel<ShardAmax> cpu[] = {shard_amax_any_cpu};
-#if GROUPED_WITH_CUDA
-  static const Kernel<ShardAmax> cuda[] = {shard_amax_any_cuda};
-  if (platform == Platform::cuda) return rows_of(cuda);
-#endif
-  return rows_if(platform == Platform::cpu, cpu);
-}
-
-template <>
-Table<ShardCast> table<ShardCast>(Platform platform) {
-  static const Kernel<ShardCast> cpu[] = {shard_cast_any_cpu};
-#if GROUPED_WITH_CUDA
-  static const Kernel<ShardCast> cuda[] = {shard_cast_any_cuda};
-  if (platform == Platform::cuda) return rows_of(cuda);
-#endif
-  return rows_if(platform == Platform::cpu, cpu);
-}
-
-// Routing: one kernel per platform and call.
-#if GROUPED_WITH_CUDA
-#define GROUPED_TABLE(Call, name)                                     \
-  template <>                                                         \
-  Table<Call> table<Call>(Platform platform) {                        \
-    static const Kernel<Call> cpu[] = {name##_any_cpu};               \
-    static const Kernel<Call> cuda[] = {name##_any_cuda};             \
-    return platform == Platform::cuda ? rows_of(cuda) : rows_of(cpu); \
-  }
-#else
-#define GROUPED_TABLE(Call, name)                       \
-  template <>                                           \
-  Table<Call> table<Call>(Platform platform) {          \
-    static const Kernel<Call> cpu[] = {name##_any_cpu}; \
-    return rows_if(platform == Platform::cpu, cpu);     \
-  }
-#endif
 GROUPED_TABLE(Jitter, jitter)
 GROUPED_TABLE(Sinkhorn, sinkhorn)
 GROUPED_TABLE(Router, router)

@@ -3,12 +3,12 @@
 
 #include "cc/dispatch/shape_check.h"
 #include "cc/math/parts.h"
+#include "cc/math/routing.h"
 
 namespace grouped {
 namespace {
 
 constexpr int64_t kMostGroups = 65535;  // GRP-11
-constexpr int64_t kMostSlots = 32;      // experts per token, where the kernels choose them
 
 // Slots [T, k] of a router of E experts.
 void chosen(Check* check, const TensorView& experts, int64_t of) {

@@ -1,15 +1,14 @@
-// Gradients at hidden rows, activated rows and the dot products of rows with them. Tasks split rows. Lane j of kSums
-// sums every kSums-th product of a strip, from j on; the lanes are added as a balanced tree, row_base last.
+// Gradients at hidden rows, activated rows and the dot products of rows with them (cc/cpu/lanes.h; row_base is added
+// last). Tasks split rows.
 #include "cc/cpu/formats.h"
 #include "cc/cpu/groups.h"
 #include "cc/cpu/hidden.h"
+#include "cc/cpu/lanes.h"
 #include "cc/cpu/panel.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
 namespace {
-
-constexpr int64_t kSums = 16;
 
 template <const Isa* isa>
 std::string refuses(const ActivationGrad& call, const Target&) {
@@ -20,21 +19,6 @@ std::string refuses(const ActivationGrad& call, const Target&) {
 
 const char* place(const TensorView& matrix, int64_t row, int64_t column) {
   return matrix.as<const char>() + (row * matrix.dims[1] + column) * dtype_bytes(matrix.dtype);
-}
-
-void add_products(const float* x, const float* y, int64_t count, float* sums) {
-  int64_t i = 0;
-  for (; i + kSums <= count; i += kSums) {
-    for (int64_t j = 0; j < kSums; ++j) sums[j] += x[i + j] * y[i + j];
-  }
-  for (int64_t j = 0; i + j < count; ++j) sums[j] += x[i + j] * y[i + j];
-}
-
-float total(float* sums) {
-  for (int64_t half = kSums / 2; half > 0; half /= 2) {
-    for (int64_t j = 0; j < half; ++j) sums[j] += sums[j + half];
-  }
-  return sums[0];
 }
 
 void grad_row(const ActivationGrad& call, const HiddenStrips& hidden, int64_t r) {
@@ -58,7 +42,7 @@ void grad_row(const ActivationGrad& call, const HiddenStrips& hidden, int64_t r)
   }
   if (call.row_sum.present()) {
     const float base = call.row_base.present() ? call.row_base.as<const float>()[r] : 0.0f;
-    call.row_sum.as<float>()[r] = base + total(sums);
+    call.row_sum.as<float>()[r] = base + tree_sum(sums);
   }
 }
 

@@ -49,11 +49,7 @@ void add_row(const AddRows& call, const std::vector<int64_t>& ends, uint64_t key
 void launch(const AddRows& call, const Context& context) {
   const int64_t rows = call.rows.dims[0];
   const std::vector<int64_t> ends = group_ends(call.group_sizes, rows);
-  uint64_t key = 0;
-  if (call.key.present()) {
-    const uint32_t* words = call.key.as<const uint32_t>();
-    key = static_cast<uint64_t>(words[1]) << 32 | words[0];
-  }
+  const uint64_t key = call.key.present() ? key_of(call.key.as<const uint32_t>()) : 0;
   parallel_rows(context.pool, 0, ends.back(), [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) add_row(call, ends, key, r);
   });

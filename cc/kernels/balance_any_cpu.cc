@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "cc/cpu/formats.h"
-#include "cc/cpu/parallel.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/routing.h"
 
@@ -12,7 +11,6 @@ namespace grouped {
 namespace {
 
 void launch_update(const BiasUpdate& call, const Context&) {
-  const FloatEnvironment environment;
   const int64_t experts = call.bias.dims[0];
   const int32_t* load = call.load.as<const int32_t>();
   int64_t all = 0;
@@ -25,7 +23,6 @@ void launch_update(const BiasUpdate& call, const Context&) {
 }
 
 void launch_histogram(const MarginHistogram& call, const Context&) {
-  const FloatEnvironment environment;
   const int64_t tokens = call.logits.dims[0], experts = call.logits.dims[1], bins = call.counts.dims[1];
   const Score score = score_named(call.score);
   const float* bias = call.bias.as<const float>();
@@ -57,7 +54,6 @@ void launch_histogram(const MarginHistogram& call, const Context&) {
 }
 
 void launch_quantile(const QuantileBias& call, const Context&) {
-  const FloatEnvironment environment;
   const int64_t experts = call.counts.dims[0], bins = call.counts.dims[1];
   float* result = call.result.as<float>();
   for (int64_t e = 0; e < experts; ++e) {

@@ -198,9 +198,7 @@ class Job {
   void encode_row(const Tile& tile, const float* values, int64_t row, bool cross, Scratch* s, uint8_t* codes) {
     const float* x = values + row * kTileColumns;
     if (!call_.stochastic) return isa_.encode_codes(type_, x, s->factors, tile.columns, codes);
-    uint64_t key = 0;
-    if (call_.key.present())
-      key = call_.key.as<const uint32_t>()[0] | uint64_t{call_.key.as<const uint32_t>()[1]} << 32;
+    const uint64_t key = call_.key.present() ? key_of(call_.key.as<const uint32_t>()) : 0;
     for (int64_t c = 0; c < tile.columns; c += 4) {
       const Words4 words =
           random_words(key, static_cast<uint32_t>(tile.column + c), static_cast<uint32_t>(tile.band.row + row),
@@ -339,7 +337,6 @@ std::string refuses(const Quantize&, const Target&) {
 template <const Isa* isa>
 void launch(const Quantize& call, const Context& context) {
   if (call.skip.present() && *call.skip.as<const int32_t>() != 0) return;
-  FloatEnvironment environment;
   const TensorView& codes = call.values.present() ? call.values : call.cross_values;
   if (codes.dtype == DType::e5m2) return Job<E5M2>(call, pinned_or_best(isa)).run(context.pool);
   if (codes.dtype == DType::e4m3fn) return Job<E4M3>(call, pinned_or_best(isa)).run(context.pool);

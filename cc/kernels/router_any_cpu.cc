@@ -14,8 +14,6 @@
 namespace grouped {
 namespace {
 
-constexpr int kMostSlots = 32;
-
 bool is_masked(const TensorView& mask, int64_t token) { return mask.present() && mask.as<const uint8_t>()[token] == 0; }
 
 // ---- Scores of one token
@@ -317,15 +315,14 @@ void launch_router_grad(const RouterGrad& call, const Context& context) {
 // ---- Losses
 
 void launch_losses(const RouterLosses& call, const Context&) {
-  const FloatEnvironment environment;
   const int64_t sequences = call.prob_sums.dims[0], experts = call.prob_sums.dims[1];
   const float* stats = call.stat_sums.as<const float>();
   float tokens = 0.0f, squares = 0.0f, entropy = 0.0f, present = 0.0f;
   for (int64_t s = 0; s < sequences; ++s) {
-    squares = fl_add(squares, stats[3 * s]);
-    entropy = fl_add(entropy, stats[3 * s + 1]);
-    tokens = fl_add(tokens, stats[3 * s + 2]);
-    if (stats[3 * s + 2] > 0.0f) present = fl_add(present, 1.0f);
+    squares = fl_add(squares, stats[kTokenStats * s]);
+    entropy = fl_add(entropy, stats[kTokenStats * s + 1]);
+    tokens = fl_add(tokens, stats[kTokenStats * s + 2]);
+    if (stats[kTokenStats * s + 2] > 0.0f) present = fl_add(present, 1.0f);
   }
   const float all = std::max(tokens, 1.0f);
   float aux = 0.0f;
@@ -333,7 +330,7 @@ void launch_losses(const RouterLosses& call, const Context&) {
     const float* sums = call.prob_sums.as<const float>() + s * experts;
     const int32_t* counts = call.counts.as<const int32_t>() + s * experts;
     float* slopes = call.slopes.as<float>() + s * experts;
-    const float n = std::max(stats[3 * s + 2], 1.0f);
+    const float n = std::max(stats[kTokenStats * s + 2], 1.0f);
     const float share = fl_div(call.aux_coeff, std::max(present, 1.0f));
     const float factor =
         fl_div(fl_mul(share, static_cast<float>(experts)), fl_mul(fl_mul(static_cast<float>(call.slots), n), n));
@@ -354,14 +351,9 @@ void launch_losses(const RouterLosses& call, const Context&) {
 
 // ---- Changed logits
 
-uint64_t key_of(const TensorView& key) {
-  const uint32_t* words = key.as<const uint32_t>();
-  return static_cast<uint64_t>(words[1]) << 32 | words[0];
-}
-
 void launch_jitter(const Jitter& call, const Context& context) {
   const int64_t experts = call.logits.dims[1];
-  const uint64_t key = key_of(call.key);
+  const uint64_t key = key_of(call.key.as<const uint32_t>());
   parallel_rows(context.pool, 0, call.logits.dims[0], [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const float* logits = call.logits.as<const float>() + t * experts;
@@ -412,7 +404,6 @@ void launch_sinkhorn(const Sinkhorn& call, const Context& context) {
         for (int64_t e = 0; e < experts; ++e) sums[e] = fl_add(sums[e], fl_mul(scale, c[e]));
       }
     });
-    const FloatEnvironment environment;
     for (int64_t e = 0; e < experts; ++e) {
       float sum = 0.0f;
       for (int64_t block = 0; block < blocks; ++block) {

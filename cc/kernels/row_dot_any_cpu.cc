@@ -1,9 +1,10 @@
-// One dot product per row, over one or two pairs of vectors. Lane j of kSums sums the products of elements j, j +
-// kSums, ... of the first pair and then of the second; the lanes are added as a balanced tree. Tasks split rows.
+// One dot product per row, over one or two pairs of vectors. The lanes (cc/cpu/lanes.h) take the products of the first
+// pair and then, from lane 0 on, those of the second. Tasks split rows.
 #include <algorithm>
 
 #include "cc/cpu/formats.h"
 #include "cc/cpu/groups.h"
+#include "cc/cpu/lanes.h"
 #include "cc/cpu/panel.h"
 #include "cc/cpu/parallel.h"
 #include "cc/kernels/kernels.h"
@@ -11,16 +12,13 @@
 namespace grouped {
 namespace {
 
-constexpr int64_t kSums = 16;
-static_assert(kStrip % kSums == 0, "a strip starts at lane 0");
-
 std::string refuses(const RowDot& call, const Target&) {
   return first_of({refuses_unless_plain("lhs", call.lhs), refuses_unless_plain("rhs", call.rhs),
                    refuses_unless_plain("group_lhs", call.group_lhs),
                    refuses_unless_plain("group_rhs", call.group_rhs)});
 }
 
-void add_products(DType a_dtype, const char* a, DType b_dtype, const char* b, int64_t count, float* sums) {
+void add_pair(DType a_dtype, const char* a, DType b_dtype, const char* b, int64_t count, float* sums) {
   const Isa& isa = best_isa();
   for (int64_t k = 0; k < count; k += kStrip) {
     const int64_t n = std::min(kStrip, count - k);
@@ -28,11 +26,7 @@ void add_products(DType a_dtype, const char* a, DType b_dtype, const char* b, in
     float y[kStrip];
     isa.decode(a_dtype, a + k * dtype_bytes(a_dtype), n, x);
     isa.decode(b_dtype, b + k * dtype_bytes(b_dtype), n, y);
-    int64_t i = 0;
-    for (; i + kSums <= n; i += kSums) {
-      for (int64_t j = 0; j < kSums; ++j) sums[j] += x[i + j] * y[i + j];
-    }
-    for (int64_t j = 0; i + j < n; ++j) sums[j] += x[i + j] * y[i + j];
+    add_products(x, y, n, sums);
   }
 }
 
@@ -40,8 +34,8 @@ float row_dot(const RowDot& call, const std::vector<int64_t>& ends, int64_t r) {
   float sums[kSums] = {};
   if (call.lhs.present()) {
     const int64_t width = call.lhs.dims[1];
-    add_products(call.lhs.dtype, call.lhs.as<const char>() + r * width * dtype_bytes(call.lhs.dtype), call.rhs.dtype,
-                 call.rhs.as<const char>() + r * width * dtype_bytes(call.rhs.dtype), width, sums);
+    add_pair(call.lhs.dtype, call.lhs.as<const char>() + r * width * dtype_bytes(call.lhs.dtype), call.rhs.dtype,
+             call.rhs.as<const char>() + r * width * dtype_bytes(call.rhs.dtype), width, sums);
   }
   if (call.group_lhs.present()) {
     const int64_t width = call.group_lhs.dims[1];
@@ -49,13 +43,10 @@ float row_dot(const RowDot& call, const std::vector<int64_t>& ends, int64_t r) {
     const char* vector = call.group_rhs_table.present()
                              ? reinterpret_cast<const char*>(call.group_rhs_table.as<const int64_t>()[g])
                              : call.group_rhs.as<const char>() + g * width * dtype_bytes(call.group_rhs.dtype);
-    add_products(call.group_lhs.dtype, call.group_lhs.as<const char>() + r * width * dtype_bytes(call.group_lhs.dtype),
-                 call.group_rhs.dtype, vector, width, sums);
+    add_pair(call.group_lhs.dtype, call.group_lhs.as<const char>() + r * width * dtype_bytes(call.group_lhs.dtype),
+             call.group_rhs.dtype, vector, width, sums);
   }
-  for (int64_t half = kSums / 2; half > 0; half /= 2) {
-    for (int64_t j = 0; j < half; ++j) sums[j] += sums[j + half];
-  }
-  return sums[0];
+  return tree_sum(sums);
 }
 
 void launch(const RowDot& call, const Context& context) {

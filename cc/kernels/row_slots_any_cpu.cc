@@ -3,12 +3,11 @@
 #include <algorithm>
 
 #include "cc/cpu/formats.h"
+#include "cc/cpu/groups.h"
 #include "cc/kernels/kernels.h"
 
 namespace grouped {
 namespace {
-
-bool in_range(int32_t value, int64_t count) { return value >= 0 && value < count; }
 
 void launch_ranks(const RankSlots& call, const Context&) {
   const int64_t k = call.experts.dims[1], own = call.num_experts / call.ranks;

@@ -5,6 +5,7 @@
 
 #include "cc/cpu/formats.h"
 #include "cc/cpu/groups.h"
+#include "cc/cpu/lanes.h"
 #include "cc/cpu/panel.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/exact.h"
@@ -19,8 +20,6 @@ const char* at(const TensorView& matrix, int64_t width, int64_t row, int64_t col
 char* into(const TensorView& matrix, int64_t width, int64_t row, int64_t column = 0) {
   return const_cast<char*>(at(matrix, width, row, column));
 }
-
-bool in_range(int32_t index, int64_t count) { return index >= 0 && index < count; }
 
 void gather_row(const GatherRows& call, int64_t row) {
   const int64_t width = call.rows.rank == 1 ? 1 : call.rows.dims[1], bytes = width * dtype_bytes(call.rows.dtype);
@@ -93,10 +92,8 @@ void launch_combine(const CombineRows& call, const Context& context) {
   });
 }
 
-// Lane j of kSums adds the products of elements j, j + kSums, ...; the lanes are added as a balanced tree.
-constexpr int64_t kSums = 16;
-static_assert(kStrip % kSums == 0, "a strip starts at lane 0");
-
+// The sums of cc/cpu/lanes.h, written out: behind its functions compilers swap factors here, and where several NaNs
+// meet another one comes out.
 float dot(const TensorView& rows, int64_t row, const TensorView& grad, int64_t token) {
   const Isa& isa = best_isa();
   const int64_t width = rows.dims[1];

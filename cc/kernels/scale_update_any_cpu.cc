@@ -1,6 +1,5 @@
 // Delayed scaling, a step of every role and group. State is a few numbers per group: one thread.
 #include "cc/cpu/formats.h"
-#include "cc/cpu/parallel.h"
 #include "cc/kernels/kernels.h"
 #include "cc/math/scales.h"
 
@@ -8,7 +7,6 @@ namespace grouped {
 namespace {
 
 void launch(const ScaleUpdate& call, const Context&) {
-  FloatEnvironment environment;
   const int64_t roles = call.scale.dims[0], groups = call.scale.dims[1], length = call.history.dims[1];
   const bool most_recent = call.algorithm == "most_recent";
   for (int64_t role = 0; role < roles; ++role) {

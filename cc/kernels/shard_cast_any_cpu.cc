@@ -107,7 +107,6 @@ class Job {
 
 void launch(const ShardCast& call, const Context& context) {
   if (call.skip.present() && *call.skip.as<const int32_t>() != 0) return;
-  FloatEnvironment environment;
   const DType type = (call.values.present() ? call.values : call.cross_values).dtype;
   if (type == DType::e5m2) return Job<E5M2>(call).run(context.pool);
   if (type == DType::e4m3fn) return Job<E4M3>(call).run(context.pool);

@@ -11,8 +11,6 @@
 namespace grouped {
 namespace {
 
-bool in_range(int32_t expert, int64_t count) { return expert >= 0 && expert < count; }
-
 void launch_count(const CountExperts& call, const Context&) {
   const int64_t k = call.experts.dims[1], experts = call.counts.dims[1];
   const std::vector<int64_t> ends = group_ends(call.sequence_sizes, call.experts.dims[0]);

@@ -62,7 +62,6 @@ GROUPED_HOST_DEVICE constexpr bool is_gated(ActivationKind kind) {
   return false;
 }
 
-// A kind and its parameters as a kernel takes them.
 // Where the gate of an activated column is in hidden rows with halves in alternating blocks of `block` columns
 // (numerics 5); the linear half of the column is `block` further.
 template <class Index>
@@ -70,6 +69,7 @@ GROUPED_HOST_DEVICE constexpr Index gate_column_of(Index column, Index block) {
   return column + column / block * block;
 }
 
+// A kind and its parameters as a kernel takes them.
 struct ActivationSpec {
   ActivationKind kind;
   float alpha;   // factor inside the logistic function

@@ -49,6 +49,9 @@ GROUPED_HOST_DEVICE static inline Words4 philox(Words4 counter, uint64_t key) {
   return c;
 }
 
+// The key that a call's two words hold, the low one first.
+static inline uint64_t key_of(const uint32_t* words) { return static_cast<uint64_t>(words[1]) << 32 | words[0]; }
+
 // The words of columns 4i ... 4i + 3, i = column / 4, of a row inside its group. Stream: 0 for the form along columns,
 // 1 for the one along rows, plus twice the number of the call.
 GROUPED_HOST_DEVICE static inline Words4 random_words(uint64_t key, uint32_t column, uint32_t row, uint32_t group,

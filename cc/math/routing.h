@@ -18,6 +18,9 @@ inline Score score_named(const std::string& name) {
   return name == "sigmoid" ? Score::sigmoid : name == "sqrt_softplus" ? Score::sqrt_softplus : Score::softmax;
 }
 
+// Experts per token, where the kernels choose them.
+constexpr int64_t kMostSlots = 32;
+
 // Keeps the sums that divide scores away from zero.
 constexpr float kTinySum = 1e-20f;
 
