@@ -37,7 +37,9 @@ def check_operand(name: str, value: Any, x: Tensor, of: str = "x", *, written: b
         raise ValueError(f"`{name}`: on {value.device}, expected {x.device} = device of `{of}`; move it with `.to`.")
     check_layout(name, value)
     if not value.is_contiguous():
-        remedy = "allocate it so, because a copy would take what is written" if written else "call `.contiguous()`"
+        remedy = "call `.contiguous()`"
+        if written:
+            remedy = "call e.g. `torch.empty` for one, because what `.contiguous()` returns may be a copy"
         if name.split("[")[0] in _TRANSPOSED:
             remedy += ", or for a transposed weight change `rhs_transposed`"
         raise ValueError(
