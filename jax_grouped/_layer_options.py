@@ -220,7 +220,24 @@ def as_tokens(x: Array) -> Array:
     x = as_array("x", x, "[..., H]")
     if not x.ndim:
         raise ValueError("`x` of MoE: shape (), expected at least one axis [..., H]; pass tokens of H columns.")
-    return x.reshape(-1, x.shape[-1])
+    return _reshaped(x, x, (-1, x.shape[-1]))
+
+
+def in_shape_of(x: Array, y: Array) -> Array:
+    """The results y [T, H] in the shape of x [..., H]. Raises ValueError: x cannot be split as they are."""
+    return _reshaped(x, y, x.shape)
+
+
+def _reshaped(x: Array, array: Array, shape: tuple[int, ...]) -> Array:
+    try:
+        return array.reshape(shape)
+    except Exception as error:
+        if type(error).__name__ != "ShardingTypeError":
+            raise
+        raise ValueError(
+            f"`x` of MoE: shape {x.shape} over the Explicit axes of a mesh, expected tokens [T, H], or a first axis "
+            "that is split as tokens are, a multiple of their ranks; reshape it, or reshard it first."
+        ) from error
 
 
 def of_tokens(x: Array, mask: Any, experts: Any) -> dict[str, Any]:

@@ -210,10 +210,12 @@ def _entry(entry: Any) -> Any:
 
 
 def broadcast(spec: Any, tree: Any) -> Any:
-    """`spec`, or its tree, as a tree of specs with the structure of `tree`."""
-    if isinstance(spec, P):
-        return jax.tree.map(lambda _: spec, tree)
-    return spec
+    """`spec`, or a tree of specs that may end above the arrays of `tree`, as a tree with the structure of `tree`."""
+
+    def below(one: P, part: Any) -> Any:
+        return jax.tree.map(lambda _: one, part)
+
+    return jax.tree.map(below, spec, tree, is_leaf=lambda node: isinstance(node, P))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

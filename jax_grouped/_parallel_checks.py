@@ -225,7 +225,10 @@ def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
     if axes.tensor is None:
         return
     activation, parts = activations.resolve(plan.activation), ranks_along(mesh, axes.tensor)
-    width = wo.shape[2 if plan.rhs_transposed else 1]
-    least = parts * (activation.interleave or 1)
-    if width % least:
-        raise _wrong("wo", f"F = {width} over {parts} ranks", f"a multiple of {least}", "choose another tensor axis")
+    least, shared = parts * (activation.interleave or 1), arrays.get("shared")
+    for name, weight in (("wo", wo), *(() if shared is None else (("shared.wo", value_of(shared.wo)),))):
+        width = weight.shape[2 if plan.rhs_transposed else 1]
+        if width % least:
+            raise _wrong(
+                name, f"F = {width} over {parts} ranks", f"a multiple of {least}", "choose another tensor axis"
+            )

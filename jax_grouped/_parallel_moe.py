@@ -127,7 +127,9 @@ def _experts(
         return y if wide is None else y.astype(wide), none
     if plan.transport == "ring":
         of_wi, of_wo = (_rounded(plan, each) for each in (wi, wo))
-        options = options | {"wgrad_dtype": "float32"}
+        # So that gradients of all steps are added in float32, and their sum is rounded once.
+        biases = {name: options[name] for name in ("wi_bias", "wo_bias") if options[name] is not None}
+        options = options | {"wgrad_dtype": "float32"} | {name: b.astype("float32") for name, b in biases.items()}
 
         def mlp(x: Any, experts: Any, weights: Any) -> Any:
             return routed_mlp(x, experts, weights, of_wi, of_wo, **options)
@@ -144,9 +146,12 @@ def _experts(
 
 
 def _rounded(plan: Plan, weight: Any) -> Any:
-    if isinstance(weight, QTensor | StraightThrough):
-        return weight
-    return jax.tree.map(partial(rounded_once, plan.wgrad_dtype), weight)
+    """A weight whose gradients are added in float32 before they are rounded."""
+    if isinstance(weight, tuple | list):
+        return tuple([_rounded(plan, each) for each in weight])
+    if isinstance(weight, StraightThrough):  # only its dtype is read
+        return replace(weight, master=weight.master.astype("float32"))
+    return weight if isinstance(weight, QTensor) else rounded_once(plan.wgrad_dtype, weight)
 
 
 def _gathered(plan: Plan, weight: Any, product: int) -> Any:
@@ -186,6 +191,9 @@ def open_moe(plan: Plan, arrays: dict[str, Any]) -> tuple[Any, route.MoEAux]:
     sizes = laid.get("sequence_sizes")
 
     def body(local: dict[str, Any]) -> tuple[Any, route.MoEAux]:
+        if "wgrad_accum" in local and plan.check_vma:  # only with one rank along the data axes, over which dW varies
+            one = partial(_mesh.vary_over, axis=plan.axes.data)
+            local = local | {"wgrad_accum": jax.tree.map(one, local["wgrad_accum"])}
         if sizes is not None:
             tokens = local["x"].shape[0]
             local = local | {"sequence_sizes": _own_sizes(local["sequence_sizes"], tokens, plan.axes)}

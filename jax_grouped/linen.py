@@ -524,7 +524,7 @@ class MoE(nn.Module):
             **_lora_arguments(self, factors),
             **routing,
         )
-        return y.reshape(x.shape), aux
+        return _layer_options.in_shape_of(x, y), aux
 
     def _shared_expert(self, x: Array) -> SharedExpert | None:
         if self.shared_dim is None:

@@ -288,9 +288,14 @@ class _Experts(_LoraLayer):
         shapes = (self.wi[...].shape, self.wo[...].shape)
         self._hold_lora(ADAPTERS, shapes, (lora_rank, lora_alpha, lora_dropout), param_dtype, rngs)
 
-    def _weights(self, x: Array) -> tuple[Any, ...]:
-        """x, wi, wo, wi_bias, wo_bias, and A and B of both adapters, in the dtype of the computation."""
-        _layer_options.check_width(type(self).__name__, x, "hidden", "wi", _value(self.wi).shape)
+    def _weights(self, x: Array, *, whole: bool = True) -> tuple[Any, ...]:
+        """x, wi, wo, wi_bias, wo_bias, and A and B of both adapters, in the dtype of the computation.
+
+        Args:
+            whole: whether H of the weights is that of x; inside of shard_map, with `fsdp`, it is that of a shard.
+        """
+        if whole:
+            _layer_options.check_width(type(self).__name__, x, "hidden", "wi", _value(self.wi).shape)
         frozen = self._frozen(*map(_value, (self.wi, self.wo, self.wi_bias, self.wo_bias)))
         return _cast(self.dtype, x, *frozen, *self._factors(ADAPTERS))
 
@@ -359,9 +364,9 @@ class Shared(_Experts):
         super().__init__(1, hidden, mlp_dim, **options)
         self.gate: nnx.Param | None = nnx.data(gate)
 
-    def _expert(self, x: Array, rngs: Keys) -> SharedExpert:
+    def _expert(self, x: Array, rngs: Keys, *, whole: bool) -> SharedExpert:
         """Its weights in the dtype of the computation, for `jax_grouped.moe`."""
-        _, wi, wo, _, _, *factors = self._weights(x)
+        _, wi, wo, _, _, *factors = self._weights(x, whole=whole)
         adapters = (factors[:2], factors[2:]) if factors else None
         return SharedExpert(wi, wo, _value(self.gate), self._bound_recipe(rngs, index=2), adapters)
 
@@ -482,7 +487,7 @@ class MoE(_Experts):
             rngs: random numbers for stochastic rounding and jitter, in place of the layer's own: `nnx.Rngs`, a stream,
                 or a key.
         """
-        rows, wi, wo, wi_bias, wo_bias, *factors = self._weights(_layer_options.as_tokens(x))
+        rows, wi, wo, wi_bias, wo_bias, *factors = self._weights(_layer_options.as_tokens(x), whole=not self.fsdp)
         routing = _layer_options.router_options(self) | _layer_options.of_tokens(x, mask, experts)
         if routing["jitter"]:
             routing["key"] = key_words("MoE", self.noise, "jitter", _OF_JITTER, rngs, index=1)
@@ -492,7 +497,7 @@ class MoE(_Experts):
             wi,
             wo,
             self.num_experts_per_tok,
-            shared=None if self.shared is None else self.shared._expert(rows, rngs),
+            shared=None if self.shared is None else self.shared._expert(rows, rngs, whole=not self.fsdp),
             activation=self.activation,
             wi_bias=wi_bias,
             wo_bias=wo_bias,
@@ -503,7 +508,7 @@ class MoE(_Experts):
             **self._lora_arguments(tuple(factors), rngs),
             **routing,
         )
-        return y.reshape(x.shape), aux
+        return _layer_options.in_shape_of(x, y), aux
 
     def merge(self) -> None:
         """Merges the adapters as `GroupedMLP` does, including those of the shared expert."""

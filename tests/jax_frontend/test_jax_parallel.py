@@ -655,6 +655,107 @@ def test_codes_of_a_shared_expert_are_not_split(which: str, fsdp: bool) -> None:
         spread(p, x, mesh=mesh_of(**sizes), axes=axes, fsdp=fsdp, shared=SharedExpert(**own))
 
 
+@pytest.mark.rule("LYR-12")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_adapters_of_a_shared_expert(kind: AxisType) -> None:
+    p, x, dy, mesh = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy"), mesh_of(kind, expert=4)
+    pairs = ((draw(1, H, 2), draw(1, 2, 2 * S, seed="b")), (draw(1, S, 2), draw(1, 2, H, seed="b")))
+
+    def given(layer: Any, **options: Any) -> Any:
+        def run(p: Any, x: Any) -> Any:
+            shared = SharedExpert(draw(1, H, 2 * S), draw(1, S, H), lora=p["pairs"])
+            return layer({name: p[name] for name in ("router", "wi", "wo")}, x, shared=shared, **options)
+
+        return gradients(run, dy)
+
+    where, tokens = placed(mesh, p, x, EXPERT)
+    with jax.set_mesh(mesh):
+        found = given(spread, mesh=mesh)(where | {"pairs": pairs}, tokens)
+    expected = given(one_device)(p | {"pairs": pairs}, x)
+    same_layer(found, expected, exact=False)
+    for a, e in zip(*(jax.tree.leaves(each[1]["pairs"]) for each in (found, expected)), strict=True):
+        close(a, e, "adapters")
+
+
+@pytest.mark.rule("LYR-12", "ERR-1")
+def test_the_width_of_a_shared_expert_is_that_of_its_ranks() -> None:
+    p, mesh = parameters(pair=True), mesh_of(expert=2, tensor=2)
+    shared = SharedExpert((draw(1, H, 3), draw(1, H, 3)), draw(1, 3, H))
+    with asserts.refused(ValueError, ("`shared.wo` of parallel.moe", "F = 3 over 2 ranks", "a multiple of 2")):
+        spread(p, draw(T, H), mesh=mesh, axes=MeshAxes(expert="expert", tensor="tensor"), shared=shared)
+
+
+@pytest.mark.rule("LYR-12")
+def test_a_ring_rounds_sums_of_gradients_once() -> None:
+    """Those of masters and of biases too: bits of one device, but where float32 sums in another order round apart."""
+    x, dy, mesh = draw(T, H, seed="x", dtype="bfloat16"), draw(T, H, seed="dy"), mesh_of(expert=E)
+    p = parameters("bfloat16")
+    q = {name: jax_grouped.quantize(p[name], "fp8_128x128", axis=(1, 2)) for name in ("wi", "wo")}
+    biases = {"wi_bias": draw(E, 2 * F, dtype="bfloat16"), "wo_bias": draw(E, H, dtype="bfloat16")}
+
+    def total(p: Any, layer: Any) -> Any:
+        weights = {name: jax_grouped.straight_through(p[name], q[name]) for name in q}
+        own = {name: p[name] for name in biases}
+        y = layer({"router": p["router"], **weights}, x, recipe=FP8Block, **own)[0]
+        return (y.astype(jnp.float32) * dy).sum()
+
+    found, expected = (
+        jax.jit(jax.grad(partial(total, layer=layer)))(p | biases)
+        for layer in (partial(spread, mesh=mesh, transport="ring"), one_device)
+    )
+    for name in ("wi", "wo", *biases):
+        apart = np.asarray(found[name]) != np.asarray(expected[name])
+        assert apart.mean() < 0.02, f"{name}: {apart.sum()} of {apart.size} differ"
+
+
+@pytest.mark.rule("LYR-12")
+def test_a_data_axis_of_one_rank_has_accumulators() -> None:
+    p, x, dy, mesh = parameters(), draw(T, H, seed="x"), draw(T, H, seed="dy"), mesh_of(data=1, expert=4)
+    accum = (draw(E, H, 2 * F), draw(E, F, H))
+
+    def run(axes: MeshAxes) -> Any:
+        def total(accum: Any) -> Any:
+            return (spread(p, x, mesh=mesh, axes=axes, wgrad_accum=accum)[0] * dy).sum()
+
+        return jax.jit(jax.grad(total))(accum)
+
+    for a, e in zip(run(MeshAxes(data="data", expert="expert")), run(EXPERT), strict=True):
+        asserts.bitwise(a, e)
+
+
+@pytest.mark.rule("LYR-12")
+def test_a_layer_takes_shards_inside_of_shard_map() -> None:
+    axes, mesh = MeshAxes(data="data", expert="expert"), mesh_of(data=2, expert=2)
+    layer = nnx.MoE(H, F, E, K, shared_dim=S, mesh_axes=axes, fsdp=True, rngs=flax_nnx.Rngs(0))
+    structure, state = flax_nnx.split(layer)
+
+    def spec(path: Any, leaf: Any) -> P:
+        name, own = jax.tree_util.keystr(path), "shared" not in jax.tree_util.keystr(path)
+        first = "expert" if own else None
+        return P(first, "data", None) if "wi" in name else P(first, None, "data") if "wo" in name else P()
+
+    specs, tokens = jax.tree_util.tree_map_with_path(spec, state), P(("data", "expert"))
+    x = draw(T, H, seed="x")
+    inside = jax.shard_map(
+        lambda state, x: flax_nnx.merge(structure, state)(x)[0], mesh=mesh, in_specs=(specs, tokens), out_specs=tokens
+    )
+    with jax.set_mesh(mesh):
+        outside = jax.jit(lambda state, x: flax_nnx.merge(structure, state)(x)[0])(state, x)
+    asserts.bitwise(jax.jit(inside)(state, x), outside)
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize("kind", [nnx, linen])
+def test_tokens_that_an_explicit_mesh_cannot_split_are_refused(kind: Any) -> None:
+    mesh, x = mesh_of(AxisType.Explicit, expert=4), draw(2, 16, H)
+    fields = {"hidden": H, "mlp_dim": F, "num_experts": E, "num_experts_per_tok": K, "mesh_axes": EXPERT}
+    with jax.set_mesh(mesh), asserts.refused(ValueError, ("`x` of MoE: shape (2, 16, 16)", "[T, H]", "reshape it")):
+        if kind is nnx:
+            nnx.MoE(**fields, rngs=flax_nnx.Rngs(0))(x)
+        else:
+            linen.MoE(**fields).init_with_output(jax.random.key(0), x)
+
+
 @pytest.mark.rule("LYR-3")
 @pytest.mark.parametrize("last", [4, 2**31 - 1])
 def test_sequences_are_those_of_all_tokens(last: int) -> None:
