@@ -92,7 +92,7 @@ GROUPED_HOST_DEVICE static inline float jitter_factor(uint32_t word, float eps) 
 
 // k distinct numbers below n, drawn without replacement: draw j is the d-th, counted from 0, of the n - j numbers that
 // are left, d = word * (n - j) / 2^32 with word j of the random stream of counter (j / 4, id, 0, 0) under key 0.
-constexpr int kMostDraws = 32;
+constexpr int kMostDraws = static_cast<int>(kMostSlots);
 
 template <class Store>
 GROUPED_HOST_DEVICE static inline void draw_distinct(uint32_t id, int k, int n, const Store& store) {
