@@ -7,9 +7,9 @@
 A step is forward and backward of every microbatch, and with delayed scaling the update of its state; the optimizer is
 not part of it. The first microbatch quantises the weights into the cache of the layer, which the others read; "each"
 quantises them in every microbatch and keeps nothing, with "primary" the Parameters themselves are quantised, and with
-"one form" the cache has the codes of forward alone, which dgrad reads as well. Weight gradients are added to
-`main_grad` in float32 by our kernels, or to `.grad` by autograd. Times are those of a microbatch, shares are over bf16
-in the same run.
+"one form" the cache has the codes of forward alone, which dgrad reads as well. With "input weights" a pass saves
+weights as they came, with "input" rows too. Weight gradients are added to `main_grad` in float32 by our kernels, or to
+`.grad` by autograd. Times are those of a microbatch, shares are over bf16 in the same run.
 
 Memory is PyTorch's peak in a step without the parameters, the gradients of weights and the rows that the caller holds.
 The quantised weights in the cache count, though they stay from step to step; the gradient of x counts too.
@@ -34,13 +34,24 @@ from grouped_core.recipes import RECIPES
 from tests import cases
 from torch_bridge import nn
 
-BF16, EACH, PRIMARY, ONE_FORM = "bf16", ", each", ", primary", ", one form"
+BF16, EACH, PRIMARY = "bf16", ", each", ", primary"
+SAVED: dict[str, dict[str, str]] = {
+    ", one form": {"saved_weights": "forward"},
+    ", input weights": {"saved_weights": "input"},
+    ", input": {"saved_weights": "input", "saved": "input"},
+}
+"""What a recipe saves for backward, by the end of a candidate's name."""
 DESTINATIONS = ("main_grad", ".grad")
 DEFAULT = (BF16, "FP8Delayed", "FP8Current", "FP8Block")
 CANDIDATES = (
     BF16,
     *(name + how for name, each in RECIPES.items() if each.quantized for how in ("", EACH, PRIMARY)),
-    *(name + ONE_FORM + how for name in ("FP8Delayed", "FP8Current") for how in ("", EACH, PRIMARY)),
+    *(name + ", one form" + how for name in ("FP8Delayed", "FP8Current") for how in ("", EACH, PRIMARY)),
+    *(
+        name + saved + EACH
+        for name in ("FP8Delayed", "FP8Current", "FP8Block")
+        for saved in (", input weights", ", input")
+    ),
 )
 
 
@@ -65,8 +76,9 @@ class Step:
         self, work: Work, candidate: str, microbatches: int, main_grads: Sequence[torch.Tensor] | None
     ) -> None:
         recipe = RECIPES.get(candidate.split(",")[0])
-        if recipe is not None and ONE_FORM in candidate:
-            recipe = recipe.replace(saved_weights="forward")
+        saved = SAVED.get(candidate.removesuffix(EACH).removesuffix(PRIMARY).removeprefix(candidate.split(",")[0]))
+        if recipe is not None and saved is not None:
+            recipe = recipe.replace(**saved)
         groups, wide, hidden = work.wi.shape
         options: dict[str, Any] = {"dtype": work.wi.dtype, "device": work.wi.device, "recipe": recipe}
         options |= {"single_grouped_weight": True, "quantized_weights": candidate.endswith(PRIMARY)}
@@ -140,7 +152,7 @@ def memory_table(memory: Sequence[Memory]) -> str:
     """One line per candidate."""
     peaks = {(each.destination, each.candidate): each.peak for each in memory}
     return "\n".join(
-        f"{each.case:<16}{each.destination:<10}{each.candidate:<24}peak MiB {each.peak / 2**20:>8.0f}, of which cached "
+        f"{each.case:<16}{each.destination:<10}{each.candidate:<32}peak MiB {each.peak / 2**20:>8.0f}, of which cached "
         f"weights {each.codes / 2**20:>6.0f}; over bf16 {each.peak / peaks[each.destination, BF16]:.2f}"
         for each in memory
     )

@@ -270,7 +270,9 @@ def saving(
     return Saved(made, described(made, order, spec, named, shard.ranks, {**linears, **layers}), flat)
 
 
-_SCALING = re.compile(rf"scaling[._]({'|'.join(ARRAYS)})$")
+_SCALING = re.compile(
+    rf"({'|'.join(re.escape(each.state) for each in LAYOUTS.values() if each.state)})({'|'.join(ARRAYS)})$"
+)
 """Names of the state of delayed scaling, in either framework."""
 
 

@@ -519,7 +519,7 @@ def at_hidden(
         read = formatted_first(run, op, x, wi, group_sizes, again, NO_NEEDS)
         how: dict[str, Any] = {"keep": needs_dz(needs), "low": beside.first(x, group_sizes)}
         z, h, _ = hidden_rows(run, op, read.x, read.w, group_sizes, probs, wi_bias, **how)
-    # Of an operand that is quantised again for wgrad, so is dy: while dh becomes codes, one form of dy less is alive.
+    # Where x is quantised again for wgrad, dy is as well: its form for wgrad is not alive yet when dh becomes codes.
     later = recipe.saved == "input" and needs_dz(needs) and needs.wo
     wgrad_form = [(0, recipe.wgrad[1])]
     dy_forms = [(1, recipe.dgrad[0])] if needs_dz(needs) else []

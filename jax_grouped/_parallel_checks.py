@@ -80,7 +80,7 @@ def check_moe(plan: Plan, arrays: Mapping[str, Any]) -> None:
         ValueError: they do.
     """
     routing, recipe = dict(plan.routing), arrays["recipe"]
-    for each in (recipe, arrays["shared"].recipe if "shared" in arrays else None):
+    for each in _with_shared(arrays, "recipe").values():
         if each is not None and each.key is not None:
             scaling.check_key(each.key, spec_of)
     if routing.get("axis_name") is not None:
@@ -93,6 +93,12 @@ def check_moe(plan: Plan, arrays: Mapping[str, Any]) -> None:
         _check_fsdp(plan, arrays)
     if plan.axes.tensor is not None:
         _check_tensor(plan, arrays)
+
+
+def _with_shared(arrays: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The argument `name` of the experts, and that of a shared expert, by what messages call them."""
+    shared = arrays.get("shared")
+    return {name: arrays[name]} | ({} if shared is None else {f"shared.{name}": getattr(shared, name)})
 
 
 def _check_adapters(plan: Plan, arrays: Mapping[str, Any]) -> None:
@@ -146,18 +152,15 @@ def _check_tensor(plan: Plan, arrays: Mapping[str, Any]) -> None:
             raise _wrong(name, "given with a tensor axis", "None", f"{words}; leave it out, or the tensor axis")
     _check_plain(arrays, "a tensor axis")
     activation = activations.resolve(plan.activation)
-    shared = arrays.get("shared")
-    for name, wi in (("wi", arrays["wi"]), ("shared.wi", None if shared is None else shared.wi)):
-        if activation.gated and activation.interleave is None and wi is not None and not isinstance(wi, tuple | list):
+    for name, wi in _with_shared(arrays, "wi").items():
+        if activation.gated and activation.interleave is None and not isinstance(wi, tuple | list):
             came = "gate and linear columns in one array, with a tensor axis"
             remedy = "pass (gate, up), so that a rank has the columns of both that belong together"
             raise _wrong(name, came, "a pair of arrays, or an interleaved activation", remedy)
 
 
 def _check_plain(arrays: Mapping[str, Any], what: str) -> None:
-    shared = arrays.get("shared")
-    beside = () if shared is None else (("shared.wi", shared.wi), ("shared.wo", shared.wo))
-    for name, node in (("wi", arrays["wi"]), ("wo", arrays["wo"]), *beside):
+    for name, node in (_with_shared(arrays, "wi") | _with_shared(arrays, "wo")).items():
         members = node if isinstance(node, tuple | list) else (node,)
         if any(isinstance(each, QTensor | StraightThrough) for each in members):
             words = "codes are split by experts alone; pass the plain weight, which a recipe quantises on each rank"
@@ -165,8 +168,7 @@ def _check_plain(arrays: Mapping[str, Any], what: str) -> None:
 
 
 def _check_states(arrays: Mapping[str, Any]) -> None:
-    shared = arrays.get("shared")
-    for name, recipe in (("recipe", arrays["recipe"]), ("shared.recipe", None if shared is None else shared.recipe)):
+    for name, recipe in _with_shared(arrays, "recipe").items():
         if recipe is not None and recipe.state is not None:
             words = "because JAX would then add the states of all ranks; leave check_vma on"
             raise _wrong(name, "bound to a state, with check_vma=False", "a recipe without a state", words)
@@ -209,7 +211,6 @@ def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
         _check_states(arrays)
     own_experts(FUNCTION, plan.count, ranks_along(mesh, axes.expert))
     _check_experts(plan, arrays)
-    wo = value_of(arrays["wo"])
     hidden, parts = arrays["x"].shape[1], ranks_along(mesh, axes.data)
     if plan.fsdp and hidden % parts:
         raise _wrong("fsdp", f"True with H = {hidden} over {parts} ranks", f"a multiple of {parts}", "leave it out")
@@ -225,9 +226,9 @@ def check_split(plan: Plan, mesh: Any, arrays: Mapping[str, Any]) -> None:
     if axes.tensor is None:
         return
     activation, parts = activations.resolve(plan.activation), ranks_along(mesh, axes.tensor)
-    least, shared = parts * (activation.interleave or 1), arrays.get("shared")
-    for name, weight in (("wo", wo), *(() if shared is None else (("shared.wo", value_of(shared.wo)),))):
-        width = weight.shape[2 if plan.rhs_transposed else 1]
+    least = parts * (activation.interleave or 1)
+    for name, weight in _with_shared(arrays, "wo").items():
+        width = value_of(weight).shape[2 if plan.rhs_transposed else 1]
         if width % least:
             raise _wrong(
                 name, f"F = {width} over {parts} ranks", f"a multiple of {least}", "choose another tensor axis"

@@ -103,12 +103,16 @@ def _kept(sinks: list[Any]) -> tuple[list[Any], Array]:
 
     There, a sink that backward did not reach gets itself as its cotangent, instead of the zero that JAX would give it.
     """
+    return _beside_zero(sinks)
+
+
+def _beside_zero(sinks: list[Any]) -> tuple[list[Any], Array]:
     return sinks, jnp.zeros((), jnp.float32)
 
 
 def _kept_fwd(sinks: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
     values = custom_vjp_primal_tree_values(sinks)
-    return (values, jnp.zeros((), jnp.float32)), values
+    return _beside_zero(values), values
 
 
 def _kept_bwd(values: list[Any], cotangents: tuple[list[Any], Array]) -> tuple[list[Any]]:

@@ -108,6 +108,12 @@ PEAK_OVER_BF16_ACCUMULATED = {"A": 1.14, "B": 2.31, "C": 1.8, "D": 1.25, "E": 1.
 is counted in benchmarks/RESULTS.md. At B and C the codes of one weight are as large as what bf16 takes in all."""
 
 
+ROUNDED_APART = 0.02
+"""Part of the elements of bfloat16 sums that may differ where float32 terms are added in another order."""
+BALANCED_ULPS, BALANCED_WITHOUT_ULPS = 64, 32
+"""How far Sinkhorn's sums over tokens are from 1 / E after 8 iterations; its values from those without some tokens."""
+
+
 def half_ulp(values: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     """Half a unit in the last place of `dtype` at `values`, elementwise."""
     info = ml_dtypes.finfo(np.dtype(getattr(ml_dtypes, dtype)) if hasattr(ml_dtypes, dtype) else np.dtype(dtype))

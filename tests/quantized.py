@@ -13,12 +13,23 @@ from numpy.typing import NDArray
 
 from grouped_core.calls import spec_in_format
 from grouped_core.formats import Format, QTensor
-from grouped_core.recipes import RECIPES
+from grouped_core.recipes import RECIPES, Recipe
 from grouped_core.reference import group_ends, segment_sizes
 from tests import cases
 
 QUANTIZING = tuple(recipe for recipe in RECIPES.values() if recipe.quantized)
 """The recipes with which every operation and layer is tested: each has a row in `bounds.RELATIVE_ERRORS`."""
+
+
+def with_e4m3_gradients(delayed: Recipe) -> Recipe:
+    """Delayed scaling with other formats and another margin, so that its amaxes are scaled to other values."""
+    return delayed.replace(
+        name=f"{delayed.name}, E4M3 gradients",
+        margin=2,
+        dgrad=(delayed.forward[0], delayed.dgrad[1]),
+        wgrad=(delayed.wgrad[0], delayed.forward[0]),
+    )
+
 
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "uint8": 6.0}
 _MAGNITUDES = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}  # finite ones come first

@@ -25,12 +25,11 @@ from grouped_core.formats import QTensor
 from grouped_core.layout_steps import run_steps
 from grouped_core.layouts import LAYOUTS, join, layout_option, unwrapped, unwrapped_paths
 from grouped_core.safetensors_file import DTYPES, Facts
-from grouped_core.scaling import ARRAYS
 from torch_bridge._checkpoint_layers import activated, blocks_of, of_linears, of_mlps, placed
 from torch_bridge._checks import is_distributed, is_freed
 from torch_bridge._layout_arrays import TORCH, from_numpy, name_of, to_numpy
 from torch_bridge._optimizer_state import convert_optimizer as convert_optimizer
-from torch_bridge.nn._scaling_state import ScaledModule
+from torch_bridge.nn._scaling_state import BUFFERS, ScaledModule
 from torch_bridge.nn._state import CONVERTED, check_hooked
 from torch_bridge.nn.linear import GroupedLinear
 from torch_bridge.nn.mlp import GroupedMLP
@@ -41,8 +40,6 @@ Interleave = int | tuple[int | None, int | None] | None
 """The block in which gate and linear columns alternate, None for halves, or that of the source and of the target."""
 
 _LAYOUT = "torch_bridge"
-_STATE = tuple([f"{LAYOUTS['torch_bridge'].state}{name}" for name in ARRAYS])
-"""The state of delayed scaling, which a checkpoint may lack."""
 
 
 def save(
@@ -132,7 +129,7 @@ def load(
     formats = {key: formats_of(q) for key, q in quantised.items()}
     formats |= {key: formats_of(weight.q) for key, weight in weights.items()}
     activations = {**of_mlps(modules), **of_linears(modules)}
-    optional = frozenset(key for key in entries if key.rpartition(".")[2] in _STATE)
+    optional = frozenset(key for key in entries if key.rpartition(".")[2] in BUFFERS)  # may be missing
     model = Model(LAYOUTS[_LAYOUT], entries, activations, optional, formats)
     made = loading(reader, model, layout, interleave, convert, ranks)
     if meta := [key for key in entries if target[key].is_meta]:
@@ -363,7 +360,7 @@ def _own_experts(
         if not is_distributed(value) or key.rpartition(".")[0] not in layers:
             continue  # `_facts` refuses other DTensors
         mesh, place = value.device_mesh, value.placements[0]
-        axis = value.dim() - 1 if key.rpartition(".")[2] in _STATE else 0
+        axis = value.dim() - 1 if key.rpartition(".")[2] in BUFFERS else 0
         given = (mesh.get_local_rank(), mesh.size()) if mesh.ndim == 1 else None
         of_one = mesh.size() > 1 and key[-1].isdigit()  # a parameter per expert, cut by FSDP2
         if given is None or of_one or not place.is_shard(axis) or value.shape[axis] % mesh.size():

@@ -705,7 +705,7 @@ def test_a_ring_rounds_sums_of_gradients_once() -> None:
     )
     for name in ("wi", "wo", *biases):
         apart = np.asarray(found[name]) != np.asarray(expected[name])
-        assert apart.mean() < 0.02, f"{name}: {apart.sum()} of {apart.size} differ"
+        assert apart.mean() < bounds.ROUNDED_APART, f"{name}: {apart.sum()} of {apart.size} differ"
 
 
 @pytest.mark.rule("LYR-12")

@@ -19,6 +19,7 @@ from grouped_core.scaling import ScalingState
 from jax_grouped import accumulate, linen, nnx
 from tests import asserts
 from tests.jax_frontend.jax_tools import same
+from tests.quantized import with_e4m3_gradients
 
 SIZES = np.asarray([30, 0, 35], np.int32)
 G, M, K, N = len(SIZES), 70, 64, 96
@@ -119,12 +120,7 @@ def test_a_state_that_a_checkpoint_gives_back_is_as_good():
 
 def test_a_state_of_other_formats_becomes_one_of_the_recipe():
     """The values that amaxes are scaled to belong to the recipe; the history serves all."""
-    narrow = DELAYED.replace(
-        name="FP8Delayed, E4M3 gradients",
-        margin=2,
-        dgrad=(DELAYED.forward[0], DELAYED.dgrad[1]),
-        wgrad=(DELAYED.wgrad[0], DELAYED.forward[0]),
-    )
+    narrow = with_e4m3_gradients(DELAYED)
     x, w = normal(M, K), normal(G, K, N, seed=1)
 
     def run(state: Any, recipe: Any = narrow) -> Any:

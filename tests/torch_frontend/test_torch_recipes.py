@@ -21,6 +21,7 @@ from grouped_core import recipes
 from grouped_core.activations import Activation
 from grouped_core.recipes import Recipe
 from tests import asserts
+from tests.quantized import with_e4m3_gradients
 from tests.torch_frontend.nn_tools import FUNCTIONS, MODULES, Setup, drawn_key, main_grads, setup
 from tests.torch_frontend.recipe_tools import ALL, BF16, DELAYED, RECIPES, same, seeded, state_of, states
 from tests.torch_frontend.torch_tools import counted_launches, leaf, manual_seed
@@ -1024,12 +1025,7 @@ def test_the_state_is_part_of_the_layer() -> None:
             asserts.bitwise(getattr(other.scaling_state, name), getattr(fresh, name))
 
 
-NARROW = DELAYED.replace(
-    name="FP8Delayed, E4M3 gradients",
-    margin=2,
-    dgrad=(DELAYED.forward[0], DELAYED.dgrad[1]),
-    wgrad=(DELAYED.wgrad[0], DELAYED.forward[0]),
-)
+NARROW = with_e4m3_gradients(DELAYED)
 
 
 @pytest.mark.rule("CAP-3")

@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.nn import Module
 
 from grouped_core import scaling
+from grouped_core.layouts import LAYOUTS
 from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.scaling import ScalingState
 from torch_bridge._checks import is_distributed
 from torch_bridge._tensors import draw_key, home
 from torch_bridge.quantize import scaling_state
 
-_SCALE, _HISTORY, _TOP = "scaling_scale", "scaling_history", "scaling_top"
-_BUFFERS = (_SCALE, _HISTORY, _TOP)
+BUFFERS = tuple([f"{LAYOUTS['torch_bridge'].state}{name}" for name in scaling.ARRAYS])
 """Buffers of a layer whose recipe uses delayed scaling: [R, G], [R, L, G] and [R], all float32."""
+_SCALE, _HISTORY, _TOP = BUFFERS
 
 
 class ScaledModule(Module):
@@ -39,13 +40,13 @@ class ScaledModule(Module):
         if recipe is None or not recipe.delayed:
             return
         state = scaling_state(recipe, groups, products=products, device=device)
-        for name, tensor in zip(_BUFFERS, (state.scale, state.history, state.top), strict=True):
+        for name, tensor in zip(BUFFERS, (state.scale, state.history, state.top), strict=True):
             self.register_buffer(name, tensor)
 
     def take_states(self, layers: Sequence[ScaledModule]) -> None:
         """Takes over the states of layers that run as parts of this one, including scales of quantised weights."""
         for at, layer in enumerate(layers):
-            for name in _BUFFERS:
+            for name in BUFFERS:
                 part, whole = layer._buffers.pop(name, None), self._buffers.get(name)
                 if part is not None and whole is not None:
                     whole[at * len(part) : (at + 1) * len(part)].copy_(part)
@@ -86,9 +87,9 @@ class ScaledModule(Module):
     # ---- moves and checkpoints ---------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = [self._buffers.get(name) for name in _BUFFERS]
+        before = [self._buffers.get(name) for name in BUFFERS]
         super()._apply(fn, recurse)
-        for name, old in zip(_BUFFERS, before, strict=True):  # a cast of the layer keeps the state float32
+        for name, old in zip(BUFFERS, before, strict=True):  # a cast of the layer keeps the state float32
             new = self._buffers.get(name)
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
@@ -123,7 +124,7 @@ class ScaledModule(Module):
         first = next(given, None)
         if held is None or first is None or first.device == held.device:
             return
-        for name in _BUFFERS:
+        for name in BUFFERS:
             old: Any = self._buffers[name]
             self._buffers[name] = torch.empty_like(old, device=first.device) if old.is_meta else old.to(first.device)
         if held.is_meta:
@@ -132,7 +133,7 @@ class ScaledModule(Module):
     def take_state(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Makes the state in a state dict one of this layer; a checkpoint that has none leaves the layer's as it is."""
         self._fit(state_dict, prefix)
-        for name in _BUFFERS:
+        for name in BUFFERS:
             if (held := self._buffers.get(name)) is not None:
                 state_dict.setdefault(prefix + name, held)
 
@@ -146,7 +147,7 @@ class ScaledModule(Module):
         held, recipe = self._buffers.get(_TOP), self.scaling_recipe
         if held is None or recipe is None:
             return
-        for name in _BUFFERS:
+        for name in BUFFERS:
             if isinstance(each := state_dict.get(prefix + name), Tensor):
                 state_dict[prefix + name] = each.float()
         scale, saved = (state_dict.get(prefix + name) for name in (_SCALE, _TOP))
@@ -162,7 +163,7 @@ class ScaledModule(Module):
 
     def refit_state(self) -> None:
         """Makes a state that has been loaded in place one of this layer's recipe."""
-        held = {name: each for name in _BUFFERS if (each := self._buffers.get(name)) is not None}
+        held = {name: each for name in BUFFERS if (each := self._buffers.get(name)) is not None}
         loaded: dict[str, Any] = dict(held)
         self._fit(loaded)
         with torch.no_grad():
@@ -172,7 +173,7 @@ class ScaledModule(Module):
     def load_state(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Loads the state before the parameters, because its scales may be needed to quantise them."""
         with torch.no_grad():
-            for name in _BUFFERS:
+            for name in BUFFERS:
                 held, given = self._buffers.get(name), state_dict.get(prefix + name)
                 if held is not None and given is not None and held.shape == given.shape:
                     held.copy_(given)
