@@ -152,6 +152,8 @@ def ours_torch(layout: str, implementation: str | None = None, fp32: str = "tf32
 
         if fp32 != "tf32x3" and work.dtype != "float32":
             raise MissingError(f"{fp32} is a mode of float32")
+        if implementation is not None and work.device.type == "cpu":
+            raise MissingError(f"{implementation} is for CUDA")
         recipe = None if fp32 == "tf32x3" else torch_bridge.FP32.replace(fp32=fp32)
         transposed = layout == "nk"
         weights = work.w_nk if transposed else work.w_kn

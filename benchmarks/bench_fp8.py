@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -240,7 +239,7 @@ CANDIDATES: dict[str, Callable[[Work], harness.Thunk]] = {
 """Candidates by name; "dense" is the upper bound of every row."""
 
 
-def bench(case: cases.Case, product: str, names: list[str], protocol: dict[str, Any]) -> list[harness.Row]:
+def prepare(case: cases.Case, product: str, names: Sequence[str]) -> harness.Block:
     """All candidates on one GEMM of one problem."""
     work = Work(case, product)
     thunks: dict[str, harness.Thunk] = {}
@@ -254,26 +253,7 @@ def bench(case: cases.Case, product: str, names: list[str], protocol: dict[str, 
             skipped[name] = str(reason)
         except ImportError as reason:
             skipped[name] = f"cannot be imported: {reason}"
-    timings = harness.measure(thunks, **protocol)
-    bound = timings["dense"].median_us
-    rows = []
-    for name in names:
-        timing = timings.get(name)
-        rows.append(
-            harness.Row(
-                case=case.name,
-                product=product,
-                dtype="e4m3",
-                candidate=name,
-                timing=timing,
-                tflops=None if timing is None else work.flops / timing.median_us / 1e6,
-                share=None if timing is None else bound / timing.median_us,
-                bound="dense product of the same operations",
-                error=None,
-                skipped=skipped.get(name, ""),
-            )
-        )
-    return rows
+    return harness.Block(case.name, product, "e4m3", names, thunks, skipped, work.flops)
 
 
 def main() -> None:
@@ -297,7 +277,7 @@ def main() -> None:
         if options.cases and case.name not in options.cases:
             continue
         for product in options.products:
-            block = bench(case, product, names, protocol)
+            block = prepare(case, product, names).rows(**protocol)
             print(harness.table([row for row in block if row.timing is not None]), flush=True)
             rows += block
             torch.cuda.empty_cache()

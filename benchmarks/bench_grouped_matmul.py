@@ -11,8 +11,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # both frameworks share one GPU here
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -25,10 +25,8 @@ from tests import cases
 L2_BYTES = 60 << 20  # of an H200; the rotated inputs exceed twice this size
 
 
-def bench(
-    problem: cases.Case, product: str, dtype: str, device: str, names: Sequence[str], protocol: dict[str, Any]
-) -> list[harness.Row]:
-    """All candidates on one GEMM of one problem; `protocol`: options of `harness.measure`."""
+def prepare(problem: cases.Case, product: str, dtype: str, device: str, names: Sequence[str]) -> harness.Block:
+    """All candidates on one GEMM of one problem."""
     operand_bytes = 2 * (problem.rows * (problem.k + problem.n) + problem.groups * problem.k * problem.n)
     sets = 1 if device == "cpu" else max(1, min(4, 1 + 2 * L2_BYTES // operand_bytes))
     work = baselines.make_work(product, dtype, list(problem.sizes), problem.rows, problem.k, problem.n, device, sets)
@@ -39,8 +37,6 @@ def bench(
     for name in names:
         try:
             thunk = baselines.CANDIDATES[name](work)
-            if isinstance(thunk, baselines.Queued) and protocol["clock"] is not _gpu_clock:
-                raise baselines.MissingError("long runs are timed by events, which JAX does not have")
             dense = name.startswith("dense")  # one GEMM over all groups: there is no grouped result to compare
             errors[name] = None if dense else _error(baselines.result_of(thunk, thunk(0)), wanted, name)
             thunks[name] = thunk
@@ -48,30 +44,20 @@ def bench(
             skipped[name] = str(reason)
         except ImportError as reason:
             skipped[name] = f"cannot be imported: {reason}"
-    timings = harness.measure(thunks, sets=sets, **protocol)
-    dense_us = timings["dense"].median_us
-    rows = []
-    for name in names:
-        timing = timings.get(name)
-        rows.append(
-            harness.Row(
-                case=problem.name,
-                product=product,
-                dtype=dtype,
-                candidate=name,
-                timing=timing,
-                tflops=None if timing is None else work.flops / timing.median_us / 1e6,
-                share=None if timing is None else dense_us / timing.median_us,
-                bound="dense product of the same operations",
-                error=errors.get(name),
-                intensity=work.flops / work.bytes,
-                skipped=skipped.get(name, ""),
-            )
-        )
-    return rows
+    facts = {"errors": errors, "intensity": work.flops / work.bytes, "sets": sets}
+    return harness.Block(problem.name, product, dtype, names, thunks, skipped, work.flops, **facts)
 
 
-def _gpu_clock(thunk: harness.Thunk, index: int, sets: int) -> float:
+def timed_by_events(block: harness.Block) -> harness.Block:
+    """The block without the candidates that long runs cannot time, because their framework has no events."""
+    queued = {name for name, thunk in block.thunks.items() if isinstance(thunk, baselines.Queued)}
+    thunks = {name: thunk for name, thunk in block.thunks.items() if name not in queued}
+    reasons = dict.fromkeys(queued, "long runs are timed by events, which JAX does not have")
+    return replace(block, thunks=thunks, skipped={**block.skipped, **reasons})
+
+
+def gpu_clock(thunk: harness.Thunk, index: int, sets: int) -> float:
+    """Events for PyTorch's candidates, ends of queued calls for JAX's."""
     clock = harness.queue_clock if isinstance(thunk, baselines.Queued) else harness.cuda_clock
     return clock(thunk, index, sets)
 
@@ -105,7 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.plot and (missing := plots.missing()):
         parser.error(missing)
-    protocol = {"clock": harness.cpu_clock if options.device == "cpu" else _gpu_clock, "budget_s": options.budget}
+    protocol = {"clock": harness.cpu_clock if options.device == "cpu" else gpu_clock, "budget_s": options.budget}
     if options.steady is not None:
         if options.device == "cpu":
             parser.error("--steady is for GPUs")
@@ -113,14 +99,14 @@ def main() -> None:
     names = list(dict.fromkeys(["dense", *options.candidates]))
     rows = []
     tags = ("cpu_bench",) if options.device == "cpu" else ("bench", "few_rows", "router")
-    for problem in [case for tag in tags for case in cases.select(tag)]:
-        if options.cases and problem.name not in options.cases:
-            continue
+    chosen = [cases.named(name) for name in options.cases or ()]
+    for problem in chosen or [case for tag in tags for case in cases.select(tag)]:
         for dtype in options.dtypes:
             for product in options.products:
-                block = bench(problem, product, dtype, options.device, names, protocol)
-                print(harness.table(block), flush=True)
-                rows += block
+                block = prepare(problem, product, dtype, options.device, names)
+                found = (block if options.steady is None else timed_by_events(block)).rows(**protocol)
+                print(harness.table(found), flush=True)
+                rows += found
     print(harness.machine())
     if not (options.json or options.plot):
         return

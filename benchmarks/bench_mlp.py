@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,16 +271,8 @@ def profile(case: cases.Case, name: str, thunk: harness.Thunk, steady_s: float |
             print(f"  {kernel.device_time_total / steps:>10.1f}{kernel.count / steps:>6.1f}  {kernel.key[:150]}")
 
 
-def bench(
-    case: cases.Case,
-    dtype: str,
-    device: str,
-    names: list[str],
-    budget_s: float,
-    profiled: bool = False,
-    steady_s: float | None = None,
-) -> list[harness.Row]:
-    """All candidates on one case."""
+def prepare(case: cases.Case, dtype: str, device: str, names: Sequence[str]) -> dict[str, harness.Block]:
+    """All candidates on one case, by product."""
     work = make_work(case, dtype, device)
     built: dict[str, dict[str, harness.Thunk]] = {}
     skipped: dict[str, str] = {}
@@ -292,39 +284,41 @@ def bench(
         except (MissingError, ImportError) as reason:
             skipped[name] = str(reason)
             built.pop(name, None)
-    clock = harness.cpu_clock if device == "cpu" else harness.cuda_clock
-    protocol: dict[str, Any] = {"clock": clock, "budget_s": budget_s / 2}
-    if steady_s is not None:
-        protocol = harness.steady(steady_s)
-    rows = []
-    for product in PRODUCTS:
-        timings = harness.measure({name: thunks[product] for name, thunks in built.items()}, **protocol)
-        bound = timings["dense"].median_us
-        flops = work.flops * (1 if product == "forward" else 3)
-        for name in names:
-            timing = timings.get(name)
-            rows.append(
-                harness.Row(
-                    case.name,
-                    product,
-                    dtype,
-                    name,
-                    timing,
-                    None if timing is None else flops / timing.median_us / 1e6,
-                    None if timing is None else bound / timing.median_us,
-                    "dense products of the same operations",
-                    None,
-                    skipped=skipped.get(name, ""),
-                )
-            )
-    if device == "cuda":
-        for name, thunks in built.items() if profiled else ():
-            profile(case, name, thunks["forward+backward"], steady_s)
-        for name, thunks in built.items():
-            if name != "dense":
-                print(f"{case.name:<16}peak MiB  {name:<30}{peak_mib(thunks['forward+backward']):>10.0f}", flush=True)
-        kept = 2 * work.x.shape[0] * (case.k + case.n) / 2**20
-        print(f"{case.name:<16}rows that save_fc1 keeps, x among them: {kept:.0f} MiB")
+    return {
+        product: harness.Block(
+            case.name,
+            product,
+            dtype,
+            names,
+            {name: thunks[product] for name, thunks in built.items()},
+            skipped,
+            flops=work.flops * (1 if product == "forward" else 3),
+            bound="dense products of the same operations",
+        )
+        for product in PRODUCTS
+    }
+
+
+def print_memory(case: cases.Case, steps: harness.Block) -> None:
+    """Prints the peak of each candidate's step, and the bytes of rows that are kept for backward by default."""
+    for name, thunk in steps.thunks.items():
+        if name != "dense":
+            print(f"{case.name:<16}peak MiB  {name:<30}{peak_mib(thunk):>10.0f}", flush=True)
+    kept = 2 * case.rows * (case.k + case.n) / 2**20
+    print(f"{case.name:<16}rows that save_fc1 keeps, x among them: {kept:.0f} MiB")
+
+
+def bench(
+    case: cases.Case, names: list[str], protocol: dict[str, Any], options: argparse.Namespace
+) -> list[harness.Row]:
+    """Times one case; `protocol`: options of `harness.measure`. On a GPU it prints memory, and kernels if asked."""
+    blocks = prepare(case, options.dtype, options.device, names)
+    rows = [row for block in blocks.values() for row in block.rows(**protocol)]
+    if options.device == "cuda":
+        steps = blocks["forward+backward"]
+        for name, thunk in steps.thunks.items() if options.profile else ():
+            profile(case, name, thunk, options.steady)
+        print_memory(case, steps)
     return rows
 
 
@@ -421,6 +415,12 @@ def main() -> None:
     if options.steady is not None and options.device == "cpu":
         parser.error("--steady is for GPUs")
     names = list(dict.fromkeys(["dense", *(LISTS if options.lists else options.candidates)]))
+    protocol: dict[str, Any] = {
+        "clock": harness.cpu_clock if options.device == "cpu" else harness.cuda_clock,
+        "budget_s": options.budget / 2,
+    }
+    if options.steady is not None:
+        protocol = harness.steady(options.steady)
     rows = []
     tags = ("cpu_bench",) if options.device == "cpu" else ("bench", "few_rows")
     wanted = [case for tag in tags for case in cases.select(tag) if not options.cases or case.name in options.cases]
@@ -428,7 +428,7 @@ def main() -> None:
         wanted = [with_rows(case, rows) for case in wanted for rows in options.rows]
     for case in [*wanted, *([PARTS] if not options.cases or PARTS.name in options.cases else [])]:
         if case is not PARTS:
-            block = bench(case, options.dtype, options.device, names, options.budget, options.profile, options.steady)
+            block = bench(case, names, protocol, options)
         elif options.device == "cuda":
             block = bench_parts(case, options.dtype, options.budget)
         else:

@@ -283,18 +283,8 @@ def bench(layer: Layer, device: str, names: list[str], protocol: dict[str, Any])
     rows = []
     for product, factor in (("forward", 1), ("forward+backward", 3)):
         thunks = {name: each[product] for name, each in built.items()}
-        timings = harness.measure(thunks, **protocol)
-        bound, flops = timings["dense"].median_us, factor * layer.flops
-        for name in names:
-            timing = timings.get(name)
-            rate, share = (None, None) if timing is None else (flops / timing.median_us / 1e6, bound / timing.median_us)
-            rows.append(
-                harness.Row(
-                    *(layer.name, product, "bfloat16", name, timing, rate, share, "dense products of the experts"),
-                    None,
-                    skipped=skipped.get(name, ""),
-                )
-            )
+        facts = (layer.name, product, "bfloat16", names, thunks, skipped, factor * layer.flops)
+        rows += harness.Block(*facts, bound="dense products of the experts").rows(**protocol)
     return rows
 
 

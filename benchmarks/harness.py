@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +313,41 @@ class Row:
     error: float | None  # relative Frobenius distance from the float64 result
     intensity: float | None = None  # useful operations per byte of operands and result
     skipped: str = ""  # the reason if there is no number
+
+
+@dataclass(frozen=True)
+class Block:
+    """The candidates of one problem, ready to be timed by one protocol or several.
+
+    "dense" is among them: it does as many operations as the others and is their upper bound.
+    """
+
+    case: str
+    product: str
+    dtype: str
+    names: Sequence[str]  # in the order of the table, those that cannot take part among them
+    thunks: Mapping[str, Thunk]
+    skipped: Mapping[str, str]  # why the others cannot take part
+    flops: float
+    bound: str = "dense product of the same operations"
+    errors: Mapping[str, float | None] = field(default_factory=dict)
+    intensity: float | None = None
+    sets: int = 1
+
+    def rows(self, **protocol: Any) -> list[Row]:
+        """Times all candidates; `protocol`: options of `measure`."""
+        timings = measure(self.thunks, sets=self.sets, **protocol)
+        bound_us = timings["dense"].median_us
+        facts = (self.case, self.product, self.dtype)
+        rows = []
+        for name in self.names:
+            timing = timings.get(name)
+            rate = share = None
+            if timing is not None:
+                rate, share = self.flops / timing.median_us / 1e6, bound_us / timing.median_us
+            found = (timing, rate, share, self.bound, self.errors.get(name), self.intensity)
+            rows.append(Row(*facts, name, *found, skipped=self.skipped.get(name, "")))
+        return rows
 
 
 def table(rows: Sequence[Row]) -> str:

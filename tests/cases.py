@@ -200,8 +200,10 @@ EVEN_ROWS, OTHER_ROWS = len(HEIGHTS) * 160, len(HEIGHTS) * 220
 
 def named(name: str) -> Case:
     """The case called `name`."""
-    (found,) = [case for case in CASES if case.name == name]
-    return found
+    found = {case.name: case for case in CASES}
+    if name not in found:
+        raise ValueError(f"no problem is called {name!r}; there are {', '.join(found)}")
+    return found[name]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,3 +26,17 @@ def test_a_step_in_several_microbatches(tmp_path: Path, monkeypatch: pytest.Monk
     ]
     assert sorted((each["case"], each["product"], each["candidate"]) for each in rows) == sorted(wanted)
     assert all(each["timing"]["median_us"] > 0 and each["share"] > 0 for each in rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_candidate_of_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU each candidate is measured or says why not; ours, of both frameworks, always take part."""
+    results = tmp_path / "products.json"
+    command = ["benchmarks/bench_grouped_matmul.py", "--device", "cpu", "--cases", "jagged", "--dtypes", "bfloat16"]
+    run_program([*command, "--budget", "0.02", "--json", str(results)], monkeypatch)
+    rows = json.loads(results.read_text())["rows"]
+    assert {each["product"] for each in rows} == {"forward", "dgrad", "wgrad"}
+    assert all(each["skipped"] if each["timing"] is None else each["timing"]["median_us"] > 0 for each in rows)
+    timed = {each["candidate"] for each in rows if each["timing"] is not None}
+    assert timed >= {"dense", "ours, torch, [G,N,K]", "ours, torch, fp32 +=", "ours, jax, [G,N,K]"}
+    assert all(each["error"] < 1e-2 for each in rows if each["error"] is not None)
