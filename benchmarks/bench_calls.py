@@ -140,7 +140,7 @@ def of_jax() -> bool:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     clean = of_torch()
     graphed = of_jax()
     print(harness.machine())

@@ -71,7 +71,7 @@ def measure_weights(case: cases.Case, formats: list[str], rate: float, budget: f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", default=[], help="of quantised weights")
     parser.add_argument("--cases", nargs="+", default=[case.name for case in cases.select("decode")])
     parser.add_argument("--budget", type=float, default=1.0, help="seconds per case, or case and format")

@@ -43,7 +43,7 @@ def step(weights: tuple[jax.Array, jax.Array], x: jax.Array, probs: jax.Array, s
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.zeros(1, device="cuda")  # the profiler needs PyTorch's context
     case = cases.named(CASE)
     width, keys = case.n, jax.random.split(jax.random.key(0), 4)

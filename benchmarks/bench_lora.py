@@ -143,7 +143,7 @@ def show_kernels(work: Work, bases: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--layers", nargs="+", help="names; default: all")
     parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))

@@ -32,7 +32,7 @@ from grouped_core import _native, calls, plans, routing_calls
 from grouped_core.calls import SLOTS, ArraySpec, Call
 from grouped_core.formats import FORMATS, Format
 from tests import cases
-from torch_bridge._memory import address_table
+from torch_bridge._memory import EXCHANGE, address_table
 
 FORMS = {"rows": (True, False), "cross": (False, True), "both": (True, True)}
 DELAYED = FORMATS["fp8_tensor"].replace(name="fp8_tensor_delayed", delayed=True)
@@ -114,7 +114,7 @@ def quantizer(
         more["key"] = torch.tensor([1, 2], dtype=torch.int32, device=device)
     if not isinstance(source, list):
         return launch(call, device, source=source, group_sizes=sizes, places=places, **more)
-    table = address_table(source, -1 if first.device.index is None else first.device.index)
+    table = address_table(EXCHANGE.addresses(source), -1 if first.device.index is None else first.device.index)
     made = launch(call, device, source_table=table, **more)
     moved = made.bytes + sum(each.nbytes for each in source)
     return dataclasses.replace(made, run=lambda i: (made.run(i), source), bytes=moved)  # keeps the members alive
@@ -243,11 +243,11 @@ def rows_of(case: cases.Case, device: str, args: argparse.Namespace) -> list[har
 
 def table(rows: list[harness.Row]) -> str:
     """Formats the rows: microseconds, spread, GB/s, share of the copy rate."""
-    lines = [f"{'case':<6}{'candidate':<52}{'us':>10}{'+-':>6}{'GB/s':>9}{'share':>8}"]
+    lines = [f"{'case':<10}{'candidate':<52}{'us':>10}{'+-':>6}{'GB/s':>9}{'share':>8}"]
     for r in rows:
         assert r.timing is not None
         lines.append(
-            f"{r.case:<6}{r.candidate:<52}{r.timing.median_us:>10.1f}{r.timing.spread:>6.0%}{r.tflops:>9.0f}{r.share:>8.3f}"
+            f"{r.case:<10}{r.candidate:<52}{r.timing.median_us:>10.1f}{r.timing.spread:>6.0%}{r.tflops:>9.0f}{r.share:>8.3f}"
         )
     return "\n".join(lines)
 

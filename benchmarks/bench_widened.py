@@ -31,7 +31,7 @@ PRODUCTS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["A", "B", "C", "D", "E"])
     parser.add_argument("--budget", type=float, default=2.0, help="seconds per case and GEMM")
     arguments = parser.parse_args()

@@ -131,6 +131,10 @@ def main() -> None:
     text = data.load(settings.text)
     windows = data.held_out_windows(text.held_out[: options.held_out + 1], settings.length)
     held_out = windows[: len(windows) // settings.batch * settings.batch]
+    if not len(held_out):
+        raise SystemExit(
+            f"--held-out {options.held_out} is less than a batch, {settings.batch} x {settings.length} bytes"
+        )
     about = {name: value for name, value in dataclasses.asdict(settings).items() if name not in CHANGING}
     about |= {"bytes": len(text.train), "held_out_windows": len(held_out), "backend": jax.default_backend()}
     results = Results(options.json, about)

@@ -40,3 +40,17 @@ def test_every_candidate_of_products(tmp_path: Path, monkeypatch: pytest.MonkeyP
     timed = {each["candidate"] for each in rows if each["timing"] is not None}
     assert timed >= {"dense", "ours, torch, [G,N,K]", "ours, torch, fp32 +=", "ours, jax, [G,N,K]"}
     assert all(each["error"] < 1e-2 for each in rows if each["error"] is not None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_form_of_quantisers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, weights, lists of weights and gathered rows are quantised and dequantised."""
+    results = tmp_path / "quantize.json"
+    command = ["benchmarks/bench_quantize.py", "--device", "cpu", "--cases", "jagged", "--rounds", "1"]
+    command += ["--formats", "fp8_1x128", "mxfp8", "--weights", "--lists", "3", "--gathered", "2"]
+    run_program([*command, "--budget", "0.02", "--json", str(results)], monkeypatch)
+    rows = json.loads(results.read_text())["rows"]
+    labels = [each["candidate"] for each in rows]
+    for wanted in ("mxfp8, rows", "mxfp8, cross, back", "W mxfp8", "listed mxfp8", "gathered"):
+        assert any(wanted in label for label in labels), (wanted, labels)
+    assert all(each["timing"]["median_us"] > 0 for each in rows)
