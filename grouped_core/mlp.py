@@ -529,6 +529,7 @@ def at_hidden(
         read = needs.wo_bias or (needs.probs and wo_bias is not None)
         dy = gradients.plain_rows(run, dy, group_sizes) if read else None
     grads = gradients.grad_in_formats(run, recipe, given, dy_forms, group_sizes, extras[1], 0)
+    dy_amax = grads.amax
     hidden = Quantized([], None)
     own = first.resolve(specs.x, specs.wi)
     if needs_dz(needs):
@@ -546,8 +547,9 @@ def at_hidden(
         dp = dp if dp is None or specs.probs is None else run.cast(dp, specs.probs.dtype)
     rows_dy = grads.forms[-1] if needs.wo else None
     if later:
-        again = extras[1]._replace(measure=False)
-        (rows_dy,) = gradients.grad_in_formats(run, recipe, given, wgrad_form, group_sizes, again, 0).forms
+        # The form for dgrad was measured if it has delayed scaling; otherwise this one is the first to be.
+        again = extras[1]._replace(measure=extras[1].measure and not recipe.dgrad[0].delayed)
+        (rows_dy,), dy_amax = gradients.grad_in_formats(run, recipe, given, wgrad_form, group_sizes, again, 0, dy_amax)
     if needs.wo:
         (z,), z_amax = gradients.rows_for_wgrad(run, recipe, z, group_sizes, extras[1])
     db2 = None
@@ -564,7 +566,7 @@ def at_hidden(
         of_dh=joined(hidden.forms) if hidden.forms else None,
         z=z if needs.wo else None,
         dy=rows_dy,
-        amax=(Amaxes(dy=hidden.amax), Amaxes(z_amax, wo_amax, grads.amax)),
+        amax=(Amaxes(dy=hidden.amax), Amaxes(z_amax, wo_amax, dy_amax)),
     )
 
 

@@ -23,6 +23,7 @@ MIXED = (
 PARTLY_DELAYED = (
     recipes.FP8Delayed.replace(name="delayed, plain wgrad", wgrad=recipes.BF16.wgrad),
     recipes.FP8Delayed.replace(name="delayed, plain dgrad", dgrad=recipes.BF16.dgrad),
+    recipes.FP8Delayed.replace(name="delayed, plain dgrad, kept as it came", dgrad=recipes.BF16.dgrad, saved="input"),
     recipes.FP8Delayed.replace(name="delayed gradients", forward=recipes.BF16.forward),
     recipes.FP8Delayed.replace(name="delayed gradients, kept as it came", forward=recipes.BF16.forward, saved="input"),
 )  # fmt: skip
