@@ -163,7 +163,7 @@ def weight_specs(run: Runner, weight: Operand) -> tuple[Any, ArraySpec | None]:
 
 
 def rounded(run: Runner, operand: Operand, dtype: str) -> Operand:
-    """Returns the arrays of an operand rounded to `dtype`; a `Listed` one is returned unchanged."""
+    """Returns the arrays of an operand rounded to `dtype`; a `Listed` one, which frontends round, stays as it is."""
     if isinstance(operand, Listed):
         return operand
     if isinstance(operand, Paired):

@@ -39,7 +39,7 @@ from torch_bridge._record import Rule, prepare
 from torch_bridge._routed_args import routed_arguments, rows_of_tokens
 from torch_bridge._scaling import Scaling
 from torch_bridge._tensors import rows_spec
-from torch_bridge._weight_forms import with_forms
+from torch_bridge._weight_forms import read_by_dgrad, with_forms
 from torch_bridge.sizes import every_row
 
 NAME, ROUTED_NAME = "grouped_mlp_lora", "routed_mlp_lora"
@@ -301,6 +301,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     scaling, needs = saved.scaling, facts.needs
     again = x if facts.op.base.residuals.policy == "save_input" else None
     extras = scaling.extras(2, scaling_key, training=True)
+    wo = read_by_dgrad(wo, facts.op.base.recipe)
     rows = (again, h, z, wi, wo, sizes, *order, probs, wi_bias, wo_bias, dy)
     operands = [(*rows, u_wi, u_wo, b_wi, a_wo, b_wo, key, extras)]  # in the order of _HiddenOperands
     del rows, again, h, z, wo, u_wo, dy
@@ -310,6 +311,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     dx = db1 = None
     if len(facts.backward) > 1:
         grad_input, extras = grad_input if needs.x else None, scaling.extras(1, scaling_key, training=True)
+        wi = read_by_dgrad(wi, facts.op.base.recipe) if needs.x else wi
         # In the order of _FirstOperands.
         operands = [(x, wi, sizes, *order, dh, of_dh, u_wi, a_wi, b_wi, key, grad_input, extras)]
         del x, wi, dh, of_dh, u_wi

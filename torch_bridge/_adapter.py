@@ -25,7 +25,7 @@ from torch_bridge._lora_args import LORA_NAMES, Adapted, AdaptedSpecs, adapted_a
 from torch_bridge._operators import call, call_prepared, define
 from torch_bridge._record import prepare
 from torch_bridge._scaling import Scaling
-from torch_bridge._weight_forms import with_forms
+from torch_bridge._weight_forms import read_by_dgrad, with_forms
 
 NAME = "grouped_linear_lora"
 
@@ -145,6 +145,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     kept.clear()
     facts = saved.facts
     needs, (down, up), factors = facts.needs, facts.products, facts.specs.factors
+    weight = read_by_dgrad(weight, facts.op.base.recipe)
     extras = saved.scaling.extras(1, scaling_key, training=True)
     grad_input = grad_input if needs.x else None
     # In the order of AdaptedGradOperands.

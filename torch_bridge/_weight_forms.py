@@ -10,7 +10,9 @@ from torch import Tensor
 from grouped_core import quantizing
 from grouped_core.formats import Format, QTensor
 from grouped_core.products import Cached
+from grouped_core.recipes import Recipe
 from torch_bridge._scaling import WEIGHT, Scaling
+from torch_bridge._tensors import TORCH_DTYPES
 
 
 class WeightForms(Protocol):
@@ -54,3 +56,14 @@ def with_forms(
         mark = () if state.scale.is_inference() else (state.scale.data_ptr(), state.scale._version)
     forms = cache(weight, wanted, scaling.scale(product, WEIGHT), amax, mark)
     return Cached(weight, quantizing.joined(list(forms))) if forms else weight
+
+
+def read_by_dgrad(weight: Any, recipe: Recipe | None) -> Any:
+    """Returns a weight as forward saved it; a list in the dtype of a plain format that dgrad reads.
+
+    Rules round other weights themselves. A list they reach through a table of addresses, and cannot cast.
+    """
+    if type(weight) is not list or recipe is None or not recipe.dgrad[1].plain:
+        return weight
+    dtype = TORCH_DTYPES[recipe.dgrad[1].values]
+    return weight if weight[0].dtype == dtype else [each.to(dtype) for each in weight]

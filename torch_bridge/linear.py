@@ -28,7 +28,7 @@ from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import prepare
 from torch_bridge._scaling import Scaling
 from torch_bridge._tensors import StraightThrough
-from torch_bridge._weight_forms import with_forms
+from torch_bridge._weight_forms import read_by_dgrad, with_forms
 
 
 def grouped_linear(
@@ -180,6 +180,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
     x, sizes, row_scale, weight, bias, key = kept
     kept.clear()
     facts = saved.facts
+    weight = read_by_dgrad(weight, facts.op.recipe)
     extras = saved.scaling.extras(1, key, training=True)
     grad_input = grad_input if facts.needs.x else None
     operands = [(x, weight, sizes, bias, row_scale, dy, grad_input, extras)]  # in the order of _GradOperands

@@ -31,7 +31,7 @@ from torch_bridge._operators import call_prepared, define
 from torch_bridge._record import Rule, prepare
 from torch_bridge._scaling import Scaling
 from torch_bridge._tensors import StraightThrough
-from torch_bridge._weight_forms import with_forms
+from torch_bridge._weight_forms import read_by_dgrad, with_forms
 
 
 def grouped_mlp(
@@ -214,6 +214,7 @@ def _backward(
     kept.clear()
     scaling, grad_input = saved.scaling, grad_input if saved.facts.needs.x else None
     extras = scaling.extras(2, key, training=True)
+    wo = read_by_dgrad(wo, saved.facts.op.recipe)
     at_hidden = [(x, h, z, wi, wo, sizes, probs, wi_bias, wo_bias, dy, extras)]  # in the order of _HiddenOperands
     extras = scaling.extras(1, key, training=True)
     first = [(x, wi, sizes, grad_input, extras)]  # in the order of _FirstOperands, from x on
@@ -232,9 +233,9 @@ def in_stages(
     """Runs backward in two stages, and delivers the gradient of a weight after each.
 
     Args:
-        at_hidden, first: two lists, each with the operands of one stage; in `first`, without the results of the first
-            stage. Both are emptied, and the caller must hold none of these operands, so that rows and quantised weights
-            are freed once no launch reads them.
+        at_hidden, first: two lists, each with the operands of one stage; `first` is without the results of the first
+            stage, and x and wi are at its front. Both are emptied, and the caller must hold none of these operands, so
+            that rows and quantised weights are freed once no launch reads them.
         of_wi: makes the gradient of wi from the arguments of `WeightGradient`.
     """
     facts = saved.facts
@@ -245,8 +246,10 @@ def in_stages(
     del z, dy
     dx = db1 = None
     if len(facts.backward) > 1:
-        operands = [(dh, of_dh, *first.pop())]  # in the order of _FirstOperands, or that of the caller
-        del dh, of_dh
+        x, wi, *others = first.pop()
+        wi = read_by_dgrad(wi, facts.op.recipe) if needs.x else wi
+        operands = [(dh, of_dh, x, wi, *others)]  # in the order of _FirstOperands, or that of the caller
+        del x, wi, others, dh, of_dh
         dx, db1, rows, dh, *made = call_prepared(facts.backward[1], operands, saved.rows)
         if needs.wi:
             deliver(0, of_wi(fc1, specs.wi, rows, dh, sizes, saved.rows, made=made))

@@ -34,6 +34,7 @@ from torch_bridge._record import prepare
 from torch_bridge._routed_args import routed_arguments, rows_of_tokens
 from torch_bridge._scaling import Scaling, X
 from torch_bridge._tensors import StraightThrough, home, rows_spec
+from torch_bridge._weight_forms import read_by_dgrad
 from torch_bridge.mlp import MLP, NO_EXTRAS, GradFacts, facts_of, in_stages, weights_of
 from torch_bridge.sizes import every_row
 
@@ -256,6 +257,7 @@ def _backward(saved: Saved, kept: list[Any], dy: Tensor, grad_input: Tensor | No
         of_wi = partial(_GatheredGradient, x=x, source=source, inverse=inverse, scale=scaling.scale(0, X))
     grad_input, extras = grad_input if facts.needs.x else None, scaling.extras(2, key, training=True)
     rows, biases = (x if again else None, h, z), (wi_bias, wo_bias)
+    wo = read_by_dgrad(wo, facts.op.recipe)
     at_hidden = [(*rows, wi, wo, sizes, source, inverse, probs, *biases, dy, extras)]  # in the order of HiddenOperands
     x, extras = x if of_weight else None, scaling.extras(1, key, training=True)
     first = [(x, wi, sizes, source, inverse, grad_input, extras)]  # in the order of FirstOperands, from x on

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import torch_bridge
 from grouped_core import recipes
 from grouped_core.activations import Activation
+from grouped_core.formats import FORMATS
 from grouped_core.recipes import Recipe
 from tests import asserts
 from tests.quantized import with_e4m3_gradients
@@ -68,6 +69,40 @@ def test_layers_have_the_bits_of_the_functions(form: str, listed: bool, recipe: 
                 update_scaling(state)
     if recipe.delayed:
         assert (function.state.scale != 1).any(), "nothing was scaled"
+
+
+def _one_pass(name: str, recipe: Recipe, *, listed: bool, adapted: bool) -> list[Any]:
+    """y and the gradients of x and of the weights, packed, of one pass in float32; adapted weights are frozen."""
+    manual_seed(0)
+    shapes = [(3, 24, 16)] if name == "grouped_linear" else [(3, 48, 16), (3, 16, 24)]
+    x, weights = leaf(torch.randn(12, 16)), [torch.randn(shape) for shape in shapes]
+    factors = [(torch.randn(3, 4, w.shape[2]), torch.randn(3, w.shape[1], 4)) for w in weights]
+    experts, probs = torch.arange(24).reshape(12, 2) % 3, torch.rand(12, 2)
+    members = [[each.clone().requires_grad_(not adapted) for each in w] for w in weights]
+    packed = [w.requires_grad_(not adapted) for w in weights]
+    given: Any = members if listed else packed
+    options: dict[str, Any] = {"recipe": recipe}
+    if adapted:
+        options["lora"] = factors if len(factors) > 1 else factors[0]
+    if name == "routed_mlp":
+        y = torch_bridge.routed_mlp(x, experts, probs, *given, **options)
+    else:
+        y = getattr(torch_bridge, name)(x, *given, [5, 0, 6], **options)
+    y.backward(torch.randn(y.shape))
+    if adapted:
+        return [y.detach(), x.grad]
+    found = [torch.stack([each.grad for each in w]) for w in members] if listed else [w.grad for w in packed]
+    return [y.detach(), x.grad, *found]
+
+
+@pytest.mark.rule("MAT-3")
+@pytest.mark.parametrize("adapted", [False, True], ids=["trained", "adapted"])
+@pytest.mark.parametrize("format", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["grouped_linear", "grouped_mlp", "routed_mlp"])
+def test_a_list_is_rounded_to_a_plain_format_that_dgrad_reads(name: str, format: str, adapted: bool) -> None:
+    recipe = recipes.MXFP8.replace(name="plain dgrad", dgrad=(FORMATS[format], FORMATS[format]))
+    found, wanted = (_one_pass(name, recipe, listed=listed, adapted=adapted) for listed in (True, False))
+    same(found, wanted, name)
 
 
 @pytest.mark.rule("ALL-1")
