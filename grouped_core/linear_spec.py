@@ -330,7 +330,8 @@ def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
                 f"`{name}`: {spec} along axis {spec.axis}, expected along axis {axis}, which the product contracts; "
                 f"quantise it with axis={axis}, or with both."
             )
-    if isinstance(w, QuantizedSpec) and w.format.powers_of_fp4 and x.dtype == "float16":
+    reads_fp16 = x.dtype == "float16" and (op.recipe is None or _reads_fp16_rows(op.recipe))
+    if isinstance(w, QuantizedSpec) and w.format.powers_of_fp4 and reads_fp16:
         raise TypeError(
             f"`{op.names.x}`: float16 beside {w.format.name}, expected bfloat16 or float32, whose range holds its "
             "scales; cast it."
@@ -354,6 +355,11 @@ def _check_recipe(op: Linear, x: OperandSpec, w: OperandSpec) -> None:
                 f"`{name}`: dtype {spec.dtype}, expected one of {', '.join(WIDE)}, which the recipe {op.recipe.name} "
                 "quantises; pass the array before any rounding, or a QTensor."
             )
+
+
+def _reads_fp16_rows(recipe: Recipe) -> bool:
+    """Whether a product with the weight reads rows as they are in fp16."""
+    return "float16" in (recipe.forward[0].values, recipe.dgrad[0].values)
 
 
 def check_buffer(name: str, got: ArraySpec, wanted: ArraySpec) -> None:

@@ -656,6 +656,22 @@ def test_both_forms_of_quantised_rows_reach_backward(recipe, saved, requantize, 
 
 
 @pytest.mark.rule("MLP-13")
+def test_fp16_rows_that_are_quantised_go_with_mxfp4_that_comes_quantised():
+    """Their codes have the range for its scales; rows that a product reads in fp16 are refused."""
+    rows, weight = FORMATS["mxfp8"], FORMATS["mxfp4"]
+    recipe = Recipe((rows, weight), (rows, weight), (rows, rows), "four-bit weights")
+    p = cases.problem(cases.named("tail"), "float16")
+    w = arrays.quantize(p.w, weight, axis=(1, 2))
+    asserts.bitwise(
+        arrays.grouped_linear(p.x, w, p.group_sizes, recipe=recipe),
+        arrays.grouped_linear(p.x, p.w, p.group_sizes, recipe=recipe),
+    )
+    for other in (None, recipe.replace(dgrad=recipes.FP16.dgrad)):
+        with asserts.refused(TypeError, ("float16 beside mxfp4", "expected bfloat16 or float32", "cast it")):
+            arrays.grouped_linear(p.x, w, p.group_sizes, recipe=other)
+
+
+@pytest.mark.rule("MLP-13")
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.name)
 def test_operands_that_come_quantised_give_the_same_bits(recipe):
     """x and w are quantised as the recipe does it, in both forms; then only dy is quantised."""
