@@ -17,12 +17,14 @@ from grouped_core.exchange import check_budget_factor
 from grouped_core.formats import check_flags
 from grouped_core.linear_spec import wrong_width
 from grouped_core.routing_spec import check_of_layer, router_option
-from jax_grouped import parallel
+from jax_grouped import _flax_serialization, parallel
 from jax_grouped._arguments import as_array, axis_name_option
 from jax_grouped._exchange import TRANSPORTS, transport_option
 from jax_grouped.moe import moe
 from jax_grouped.parallel import MeshAxes
 from jax_grouped.routed import routed_mlp
+
+_flax_serialization.register()
 
 Initializer = Callable[..., Array]
 Metadata = Mapping[str, Any]

@@ -22,6 +22,7 @@ MAY_IMPORT = {
 """Top-level modules that a package's files may import, besides the standard library."""
 FILES_MAY_IMPORT = {
     "jax_grouped/_checkpoint_trees.py": {"flax"},
+    "jax_grouped/_flax_serialization.py": {"flax"},
     "jax_grouped/_orbax.py": {"etils", "orbax"},
     "jax_grouped/nnx.py": {"flax"},
     "jax_grouped/linen.py": {"flax"},

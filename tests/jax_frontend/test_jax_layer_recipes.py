@@ -11,11 +11,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx as flax_nnx
+from flax import serialization
 
 import jax_grouped
 from grouped_core import recipes
 from grouped_core.recipes import Recipe
-from jax_grouped import moe, nnx
+from jax_grouped import linen, moe, nnx
 from tests import asserts
 from tests.jax_frontend.jax_tools import same
 from tests.quantized import QUANTIZING as RECIPES
@@ -127,6 +128,25 @@ def test_update_scalings_finds_every_state_and_leaves_the_rest() -> None:
     same(found["a"][0], jax_grouped.update_scaling(used))
     assert (np.asarray(found["a"][0].scale)[:, SIZES > 0] != 1).all()
     same((found["a"][1], found["b"]), (number, tree["b"]))
+
+
+@pytest.mark.parametrize("flavour", ["nnx", "linen"])
+def test_flax_serializes_a_layer_with_its_state(flavour: str) -> None:
+    if flavour == "linen":
+        layer = linen.GroupedLinear(G, 3, 4, recipe=DELAYED)
+        fresh: Any = layer.init(jax.random.key(0), jnp.ones((2, 3)), jnp.asarray([2] + [0] * (G - 1)))
+    else:
+        fresh = flax_nnx.to_pure_dict(flax_nnx.state(layer_of("mlp", DELAYED)))
+    used = jax.tree.map(lambda array: array + 1, fresh)
+    same(serialization.from_bytes(fresh, serialization.to_bytes(used)), used)
+
+
+def test_flax_refuses_a_state_of_other_names() -> None:
+    state = jax_grouped.scaling_state(DELAYED, G)
+    written = serialization.to_state_dict(state)
+    del written["top"]
+    with pytest.raises(ValueError, match=r"state of delayed scaling.*names .*expected .*'top'"):
+        serialization.from_state_dict(state, written)
 
 
 def test_microbatches_hand_the_state_on_and_merge_their_magnitudes() -> None:
