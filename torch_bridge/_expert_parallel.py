@@ -25,7 +25,7 @@ from grouped_core.recipes import BoundRecipe, Recipe
 from grouped_core.routing_spec import check_shared
 from torch_bridge import _autocast, _codec, _exchange, _routing, _symmetric, main_grad, route
 from torch_bridge._args import Accumulators, Members
-from torch_bridge._checks import check_group, check_operand
+from torch_bridge._checks import check_group, check_readable
 from torch_bridge._expert_lora import AdapterOptions, check_adapters
 from torch_bridge._router import check_routing, router_logits
 from torch_bridge._serialized import name_in_files
@@ -319,8 +319,8 @@ def dispatch(
     """
     function = "parallel.dispatch"
     by = transport_option(function, transport, process_group, budget_factor, once_per_rank)
-    check_operand("experts", experts, x)
-    check_operand("weights", weights, x)
+    check_readable("experts", experts, x)
+    check_readable("weights", weights, x)
     exchange.check_dispatch(function, rows_spec(x), rows_spec(experts), rows_spec(weights))
     own = exchange.own_experts(function, num_experts, process_group.size())
     arrived = by.dispatch(x, saturate(experts), weights, num_experts)
@@ -492,7 +492,7 @@ def moe(
     check_chunks(FUNCTION, chunks)
     of_lora = AdapterOptions(lora_scaling, lora_dropout, lora_key)
     for name, each in (("x", x), ("router", router)):
-        check_operand(name, each, x)
+        check_readable(name, each, x)
     check_shared(FUNCTION, shared, SharedExpert)
     check_adapters(x, lora, shared, of_lora, lora_wgrad_accum)
     experts = _codec.constant(router.shape[0])

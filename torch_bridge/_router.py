@@ -17,7 +17,7 @@ from grouped_core.calls import ArraySpec
 from grouped_core.formats import WIDE
 from grouped_core.linear_spec import Linear, Names, check_keywords
 from grouped_core.ranks import check_rank
-from torch_bridge._checks import check_operand, refuse_transforms
+from torch_bridge._checks import check_readable, refuse_transforms
 from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._operators import call, define
 from torch_bridge._routing import Gradients, differentiate_once, save
@@ -59,7 +59,7 @@ def _node(x: Tensor, router: Tensor) -> Tensor:
 def _logits(x: Tensor, router: Tensor) -> Tensor:
     refuse_transforms("moe", x, router)
     for name, each in (("x", x), ("router", router)):
-        check_operand(name, each, x)
+        check_readable(name, each, x)
         if dtype_name(each.dtype) not in WIDE:
             raise TypeError(f"`{name}` of moe: dtype {each.dtype}, expected one of {', '.join(WIDE)}; cast it first.")
     check_rank("moe", "x", "x", x.shape, of="moe")

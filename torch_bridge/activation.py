@@ -13,7 +13,7 @@ from torch import Tensor
 from grouped_core import scaled_activation
 from grouped_core.activations import Activation, resolve
 from torch_bridge import _codec, _saved
-from torch_bridge._checks import check_operand, refuse_transforms
+from torch_bridge._checks import check_readable, refuse_transforms
 from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._once_differentiable import once_differentiable
 from torch_bridge._operators import call, define
@@ -48,9 +48,9 @@ def _node(*arguments: Any) -> Tensor:
 
 def _rows(h: Tensor, probs: Tensor | None, activation: str | Activation, sizes: Tensor | None) -> Tensor:
     refuse_transforms("scaled_activation", h, probs)
-    check_operand("h", h, h)
+    check_readable("h", h, h)
     if probs is not None:
-        check_operand("probs", probs, h)
+        check_readable("probs", probs, h)
     resolved = resolve(activation)
     scaled_activation.check(resolved, rows_spec(h), None if probs is None else rows_spec(probs))
     if not (torch.is_grad_enabled() and (h.requires_grad or (probs is not None and probs.requires_grad))):

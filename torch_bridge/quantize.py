@@ -17,7 +17,7 @@ from grouped_core.recipes import Recipe
 from grouped_core.scaling import ScalingState
 from grouped_core.sizes import GroupSizes, unwrap
 from torch_bridge import _codec, _quantizing
-from torch_bridge._checks import NAMES, check_group, check_operand, refuse_vmap
+from torch_bridge._checks import NAMES, check_group, check_operand, check_readable, refuse_vmap
 from torch_bridge._compiling import allow_in_graph, is_compiling
 from torch_bridge._quantizing import dequantized, quantized
 from torch_bridge._tensors import DTYPES, E8M0, StraightThrough, dtype_name, fixed_spec, parts_of, rows_spec
@@ -83,7 +83,7 @@ def check_quantize(
 ) -> tuple[tuple[int, ...], Tensor | None]:
     """(axes, sizes as kernels read them, or None) for arguments that fit together."""
     refuse_vmap("quantize")
-    check_operand("x", x, x)
+    check_readable("x", x, x)
     sizes = None
     if group_sizes is not None:
         sizes, _ = prepare_sizes(unwrap(group_sizes)[0], x, NAMES)

@@ -32,6 +32,7 @@ from torch_bridge import (
     device_sizes,
     grouped_linear,
     grouped_mlp,
+    moe,
     nn,
     quantize,
     route,
@@ -835,6 +836,30 @@ def test_tensors_without_memory_are_refused_also_after_a_call_that_ran(listed: b
         grouped_linear(t.x, list(zeros.unbind()) if listed else zeros, t.sizes)
     with asserts.refused(ValueError, ["`x`", "zero tensor", "zeros_like"]):
         grouped_linear(_zero_tensor(t.x.shape, t.x.dtype), t.w, t.sizes)
+
+
+@pytest.mark.rule("ERR-1")
+@pytest.mark.parametrize(
+    ("name", "shape", "run"),
+    [
+        ("x", (6, 8), lambda x: moe(x, torch.ones(4, 8), torch.ones(4, 8, 8), torch.ones(4, 8, 4), 2)),
+        (
+            "router",
+            (4, 8),
+            lambda r: moe(torch.ones(6, 8), r, torch.ones(4, 8, 8), torch.ones(4, 8, 4), 2),
+        ),
+        ("x", (4, 8, 8), lambda w: quantize(w, "mxfp8", axis=2)),
+        ("h", (6, 8), lambda h: nn.ScaledSwiGLU()(h, torch.ones(6))),
+        ("probs", (6,), lambda p: nn.ScaledSwiGLU()(torch.ones(6, 8), p)),
+    ],
+)
+def test_every_function_names_the_tensor_that_has_no_memory(name: str, shape: tuple[int, ...], run: Any) -> None:
+    freed = torch.ones(shape)
+    freed.untyped_storage().resize_(0)
+    with asserts.refused(ValueError, [f"`{name}`", "storage is empty", "restore"]):
+        run(freed)
+    with asserts.refused(ValueError, [f"`{name}`", "zero tensor", "zeros_like"]):
+        run(_zero_tensor(shape, torch.float32))
 
 
 @pytest.mark.rule("ERR-1", "BUF-2")
