@@ -711,7 +711,12 @@ def experts_as_dtensors_are_spread_as_well(mesh: DeviceMesh) -> None:
     ours: Any = parallel.shard_experts(copy.deepcopy(one), mesh, chunks=2)
     x = drawn(mesh, mesh.size() * T, H, seed="x")
     mine = leaf(own_part(x, mesh))
-    (y, _), (y2, _) = one(x), ours(mine)
+    with Exchanges() as in_chunks:
+        y2, _ = ours(mine)
+    with Exchanges() as at_once:
+        parallel.shard_experts(copy.deepcopy(one), mesh)(mine)
+    assert len(in_chunks.sent) == 2 * len(at_once.sent) > 0
+    y, _ = one(x)
     asserts.bitwise(all_parts(y2.detach()), y.detach(), "y")
     y2.sum().backward()
     state = ours.state_dict()
@@ -721,6 +726,15 @@ def experts_as_dtensors_are_spread_as_well(mesh: DeviceMesh) -> None:
         asserts.bitwise(held.full_tensor() if isinstance(held, DTensor) else held, whole, name)
     with asserts.refused(ValueError, ["layer `experts.linear_fc1`", "DTensors already"]):
         parallel.shard_experts(ours, mesh)
+
+
+@check
+def the_flag_of_the_cache_reaches_experts_of_every_rank(mesh: DeviceMesh) -> None:
+    module = nn.MoE(H, F, E, K, shared_dim=16, recipe=MXFP8, process_group=mesh.get_group()).to(mesh.device_type)
+    x = drawn(mesh, T, H)
+    y, _ = module(x, is_first_microbatch=True)
+    assert all(each.cache._forms for each in module.grouped_layers())
+    asserts.bitwise(module(x, is_first_microbatch=False)[0], y)
 
 
 @check

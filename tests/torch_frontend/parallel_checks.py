@@ -358,7 +358,9 @@ def each_rank_has_the_scaling_state_of_its_own_experts(mesh: DeviceMesh) -> None
 
 @check
 def checkpoints_hold_the_scaling_state_of_every_rank(mesh: DeviceMesh) -> None:
-    """The same number of ranks load their own parts, one rank loads all experts, and a whole checkpoint is divided."""
+    """The same number of ranks load their own parts, one rank loads all experts, and a whole checkpoint is divided, as
+    is the state of a layer that is sharded later.
+    """
     recipe = FP8Delayed.replace(history=2)
     for make in (nn.GroupedLinear, nn.GroupedMLP):
 
@@ -382,10 +384,12 @@ def checkpoints_hold_the_scaling_state_of_every_rank(mesh: DeviceMesh) -> None:
             set_model_state_dict(each, state)
         again = parallel.shard_experts(module(), mesh)
         set_model_state_dict(again, whole.state_dict(), options=StateDictOptions(full_state_dict=True))
+        divided = parallel.shard_experts(copy.deepcopy(whole), mesh)
         for name in ("scaling_scale", "scaling_history", "scaling_top"):
             mine = getattr(held, name)
             asserts.bitwise(getattr(other, name), mine, name)
             asserts.bitwise(getattr(again, name), mine, name)
+            asserts.bitwise(getattr(divided, name), mine, name)
             if name != "scaling_top":
                 mine = DTensor.from_local(mine, mesh, [Shard(mine.dim() - 1)]).full_tensor()
             asserts.bitwise(getattr(whole, name), mine, name)

@@ -728,3 +728,7 @@ def test_layers_of_one_mlp_have_one_scaling_and_dropout():
     sizes, probs = torch.tensor(SIZES, dtype=torch.int32), torch.ones(ROWS)
     module(made(ROWS, H, dtype=torch.float32), sizes, probs, sizes).sum().backward()
     assert second.lora_A.grad is not None
+    mlp = nn.GroupedMLP(G, H, F, **OPTIONS)
+    mlp.linear_fc1 = first
+    with asserts.refused(ValueError, ["`lora_alpha`", "0.75", "0.5", "the same in both"]):
+        mlp(made(ROWS, H, dtype=torch.float32), sizes, probs)

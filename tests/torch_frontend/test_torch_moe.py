@@ -249,6 +249,23 @@ def test_the_bias_of_the_choice_stays_float32_and_is_updated_outside() -> None:
     other = _layer(selection_bias=True)
     other.load_state_dict(module.state_dict())
     asserts.bitwise(other.router.selection_bias, module.router.selection_bias, "loaded bias")
+    narrow = {name: each.bfloat16() for name, each in other.state_dict().items()}
+    other.load_state_dict(narrow, assign=True)
+    assert other.router.selection_bias.dtype is torch.float32
+    assert other.router.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.rule("LYR-16")
+def test_new_values_are_drawn_for_every_parameter_and_the_bias_is_zero() -> None:
+    module = _layer(selection_bias=True, shared_dim=24, shared_gate=True)
+    with torch.no_grad():
+        for each in (*module.parameters(), *module.buffers()):
+            each.fill_(float("nan"))
+    module.reset_parameters()
+    for name, each in module.named_parameters():
+        assert each.isfinite().all(), name
+        assert each.unique().numel() > 1, name
+    assert not module.router.selection_bias.any()
 
 
 # ---- what the experts offer
@@ -325,6 +342,25 @@ def test_delayed_gradients_of_the_first_weight_wait_with_tokens_and_maps(recipe:
     assert module.experts.linear_fc1.weight.grad is not None
 
 
+@pytest.mark.rule("LYR-16", "DLY-3")
+def test_delayed_gradients_of_a_shared_expert_come_first_and_count() -> None:
+    module, fired = _layer(shared_dim=24, delay_wgrad_compute=True), []
+    order = [f"{part}.linear_fc{at}" for part in ("shared", "experts") for at in (2, 1)]
+    for name in reversed(order):
+        module.get_submodule(name).register_wgrad_accumulation_and_reduce_hooks(partial(fired.append, name))
+    for _ in range(2):
+        module(_x())[0].sum().backward()
+    module.experts.backward_dw(all=True)
+    assert module.pending_wgrads() == 2, "of the shared expert"
+    module.shared.backward_dw(all=True)
+    assert module.pending_wgrads() == 0
+    module(_x())[0].sum().backward()
+    for run in (module.backward_dw, module.fire_wgrad_hooks):
+        fired.clear()
+        run()
+        assert fired == order
+
+
 @pytest.mark.rule("OFF-1", "LYR-16")
 def test_tokens_and_hidden_rows_can_be_offloaded() -> None:
     module, x = _layer(), _x()
@@ -357,6 +393,16 @@ def test_experts_with_delayed_scaling_and_a_cache(quantized: bool) -> None:
             theirs2.square().sum().backward()
         for each in (module.experts, twin):
             update_scaling(each.scaling_state)
+
+
+@pytest.mark.rule("QNT-5", "LYR-16")
+def test_the_layer_hands_the_flag_to_the_caches_of_all_its_experts() -> None:
+    module, x = _layer(recipe=MXFP8, shared_dim=32), _x()
+    with asserts.refused(RuntimeError, ["weight cache", "empty"]):
+        module(x, is_first_microbatch=False)
+    y, _ = module(x, is_first_microbatch=True)
+    assert all(each.cache._forms for each in module.grouped_layers())
+    asserts.bitwise(module(x, is_first_microbatch=False)[0], y)
 
 
 @pytest.mark.rule("LYR-16")

@@ -249,6 +249,25 @@ def test_weights_that_a_checkpoint_replaces_follow_the_state(device: str, listed
         assert (state_of(module).history[1, 0] == 0.5).all(), "of weights"
 
 
+@pytest.mark.rule("QNT-1")
+@by_kind
+@by_holding
+def test_weights_of_copies_and_of_a_moved_layer_follow_its_own_state(listed: bool, make: Any) -> None:
+    """Of the copy, and the one that the layer has on its new device."""
+    module = make(recipes.FP8Delayed, listed)
+    moved = make(recipes.FP8Delayed, listed, device="meta").to_empty(device="cpu")
+    moved.reset_parameters()
+    before = state_of(module).history.clone()
+    for made in (*copies(module), moved):
+        state_of(made).scale.fill_(4)
+        with torch.no_grad():
+            for weight in made.parameters():
+                weight.fill_(8)
+                asserts.bitwise(weight.q.scales, torch.full_like(weight.q.scales, 0.25))
+        assert (state_of(made).history[1::3, 0] == 8).all(), "of weights"
+    asserts.bitwise(state_of(module).history, before)
+
+
 @pytest.mark.rule("CKP-1")
 def test_a_layer_that_is_loaded_alone_goes_on_with_the_state_of_its_mlp() -> None:
     module = _mlp(recipes.FP8Delayed, listed=True)

@@ -881,6 +881,24 @@ def test_a_layer_may_quantise_twice_before_backward(form: str, recipe: Recipe) -
 
 
 @pytest.mark.rule("QNT-5")
+def test_forms_of_a_parameter_that_was_exchanged_are_not_reused() -> None:
+    """FSDP2 exchanges it when it gathers weights: the address and the version may be those of the last pass."""
+    layer = nn.GroupedLinear(2, 32, 32, recipe=recipes.MXFP8, single_grouped_weight=True)
+    x, sizes = torch.randn(5, 32), torch.tensor([2, 3], dtype=torch.int32)
+
+    def exchange() -> tuple[int, int]:
+        layer.weight = torch.nn.Parameter(layer.weight.data)
+        return layer.weight.data_ptr(), layer.weight._version
+
+    before = exchange()
+    layer(x, sizes, is_first_microbatch=True)
+    layer.weight.data.mul_(2)
+    assert exchange() == before
+    with asserts.refused(RuntimeError, ["weight cache", "gathered again", "is_first_microbatch=True"]):
+        layer(x, sizes, is_first_microbatch=False)
+
+
+@pytest.mark.rule("QNT-5")
 def test_a_sequential_hands_the_flag_to_the_modules_inside() -> None:
     """To nested ones, and to none of another kind."""
     inner = nn.Sequential(nn.GroupedLinear(3, 8, 16, recipe=recipes.MXFP8))
@@ -1091,6 +1109,17 @@ def test_a_state_of_other_formats_becomes_one_of_the_layers(layer: Any, way: str
     asserts.bitwise(new.top, fresh.top)
     asserts.bitwise(new.history, old.history)
     asserts.bitwise(new.scale, old.scale * (fresh.top / old.top)[:, None])
+
+
+@pytest.mark.rule("CAP-3")
+def test_a_role_that_was_not_delayed_starts_with_the_value_of_the_recipe() -> None:
+    current = recipes.FP8Current
+    partly = DELAYED.replace(dgrad=(current.dgrad[0], DELAYED.dgrad[1]), wgrad=(DELAYED.wgrad[0], current.wgrad[1]))
+    saved, layer = (nn.GroupedLinear(3, 8, 4, recipe=recipe) for recipe in (partly, DELAYED))
+    wanted = state_of(layer).top.clone()
+    assert (state_of(saved).top == wanted).tolist() == [True, True, False]
+    layer.load_state_dict(saved.state_dict())
+    asserts.bitwise(state_of(layer).top, wanted)
 
 
 def test_a_state_on_the_meta_device_is_set_with_the_parameters() -> None:
