@@ -174,9 +174,15 @@ def masks_of_adapters_are_those_of_a_rank(mesh: DeviceMesh) -> None:
     for mine, theirs in zip(ours[1:], by_hand[1:], strict=True):
         asserts.bitwise(mine.grad, theirs.grad, "an adapter")
 
+    shared = SharedExpert(wi[:1].clone(), wo[:1].clone(), lora=_pairs(_factors(mesh, 1)))
+    options = {"lora": shared.lora, "lora_key": _key(mesh, 2**32 - 2, 2 + rank)}  # the low word's bits inverted
+    tokens = torch.full((1,), T, dtype=torch.int32, device=wi.device)
+    beside = grouped_mlp(by_hand[0], shared.wi, shared.wo, tokens, **options, **dropout)
+    y3, _ = parallel.moe(ours[0], *given, shared=shared, **own, **dropout)
+    asserts.bitwise(y3.detach(), (y2 + beside).detach(), "y with a shared expert")
+
     alone = [dist.new_group([each]) for each in range(ranks)][rank]
     options = {"lora": _pairs(_factors(mesh)), "lora_key": _key(mesh), **dropout}
-    shared = SharedExpert(wi[:1].clone(), wo[:1].clone(), lora=_pairs(_factors(mesh, 1)))
     one, _ = moe(x, router, wi, wo, K, shared=shared, **options)
     spread, _ = parallel.moe(x, router, wi, wo, K, process_group=alone, shared=shared, **options)
     asserts.bitwise(spread, one, "y of one rank alone")

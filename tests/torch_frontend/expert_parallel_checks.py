@@ -55,7 +55,7 @@ from tests.torch_frontend.expert_parallel_tools import (
 from tests.torch_frontend.nn_tools import main_grads
 from tests.torch_frontend.rank_tools import Checks, main
 from tests.torch_frontend.routing_tools import experts_of, near
-from tests.torch_frontend.torch_tools import leaf
+from tests.torch_frontend.torch_tools import leaf, saved_tensors
 from torch_bridge import (
     MXFP8,
     FP8Block,
@@ -726,6 +726,19 @@ def experts_as_dtensors_are_spread_as_well(mesh: DeviceMesh) -> None:
         asserts.bitwise(held.full_tensor() if isinstance(held, DTensor) else held, whole, name)
     with asserts.refused(ValueError, ["layer `experts.linear_fc1`", "DTensors already"]):
         parallel.shard_experts(ours, mesh)
+
+
+@check
+def residuals_of_the_function_are_those_of_all_its_experts(mesh: DeviceMesh) -> None:
+    """`save_input` keeps no hidden rows, neither of the experts nor of the shared one."""
+    own = E // mesh.size()
+    weights = [drawn(mesh, each, *shape) for each, f in ((own, 24), (1, 40)) for shape in ((2 * f, H), (H, f))]
+    given = (leaf(drawn(mesh, T, H)), drawn(mesh, E, H), *weights[:2], K)
+    for residuals, widths in (("save_fc1", {48, 80}), ("save_input", set())):
+        with saved_tensors() as kept:
+            options: Any = {"shared": SharedExpert(*weights[2:]), "residuals": residuals}
+            parallel.moe(*given, process_group=mesh.get_group(), **options)
+        assert {each.shape[1] for each in kept if each.dim() == 2} & {48, 80} == widths, residuals
 
 
 @check

@@ -16,7 +16,7 @@ import torch_bridge
 from grouped_core.recipes import FP8Current, FP8Delayed, Recipe
 from tests import asserts
 from tests.torch_frontend.compile_tools import form_of
-from tests.torch_frontend.nn_tools import FORMS, FUNCTIONS, main_grads, setup
+from tests.torch_frontend.nn_tools import FORMS, FUNCTIONS, MODULES, main_grads, setup
 from tests.torch_frontend.torch_tools import leaf, small
 from torch_bridge import grouped_linear, grouped_mlp, nn, straight_through
 
@@ -67,6 +67,21 @@ def test_every_form_has_the_bits_of_casts_by_hand(form: str, listed: bool, recip
     asserts.bitwise(x.grad, x2.grad.float(), "gradient of x")
     for weight, cast in zip(wide.weights, narrow.weights, strict=True):
         asserts.bitwise(weight.grad, cast.grad.float(), "gradient of a weight")
+
+
+@pytest.mark.rule("MAT-6", "DLY-2")
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+@pytest.mark.parametrize("form", MODULES)
+def test_delayed_gradients_have_the_dtype_of_the_parameters(form: str, listed: bool) -> None:
+    now, later = (setup(form, listed, delay=delay) for delay in (False, True))
+    for _ in range(2):
+        for one in (now, later):
+            with _on():
+                y = one.run(one.x)
+            y.backward(one.dy.to(NARROW))
+        later.module.backward_dw()
+    for weight, expected in zip(later.weights, now.weights, strict=True):
+        asserts.bitwise(weight.grad, expected.grad)
 
 
 @pytest.mark.rule("MAT-6")

@@ -173,6 +173,18 @@ def test_gradients_are_added_to_main_grad(form: str, listed: bool, delay: bool):
     assert not any(hasattr(each, "main_grad") for layer in p.linears for each in layer.weight_parameters())
 
 
+@pytest.mark.rule("LOR-4", "ERR-1")
+@pytest.mark.parametrize("form", ["GroupedLinear", "GroupedMLP"])
+def test_a_factor_without_main_grad_is_named(form: str):
+    p = build(form, accumulate_into_main_grad=True)
+    for name, factor in p.module.named_parameters():
+        if factor.requires_grad:
+            main_grads(p.factors(), 0.0)
+            factor.main_grad = None
+            with asserts.refused(RuntimeError, [f"`main_grad` of `{name}`: missing", "create it"]):
+                p.backward()
+
+
 @pytest.mark.rule("LOR-4", "DLY-1", "DLY-2", "DLY-3")
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
