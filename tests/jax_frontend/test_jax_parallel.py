@@ -98,6 +98,20 @@ def test_dropout_of_adapters_differs_between_ranks() -> None:
     assert np.any(spread_2[: T // 2] != one[: T // 2])
 
 
+@pytest.mark.rule("LYR-9", "LOR-1")
+def test_dropout_beside_a_shared_expert_differs_between_ranks() -> None:
+    """Here every rank has the same tokens. One rank alone has the masks of one device."""
+    p, x = frozen(parameters()), jnp.tile(draw(T // 2, H, seed="x"), (2, 1))
+    shared = SharedExpert(p["wi"][:1], p["wo"][:1], lora=adapters(1, "shared"))
+    options = {"shared": shared, "lora_dropout": 0.5, "lora_key": jnp.array([1, 2], jnp.uint32)}
+    one, spread_1, spread_2 = (
+        np.asarray(run(p, x, **options)[0])
+        for run in (one_device, *(partial(spread, mesh=mesh_of(expert=ranks)) for ranks in (1, 2)))
+    )
+    asserts.bitwise(spread_1, one)
+    assert np.any(spread_2[: T // 2] != spread_2[T // 2 :])
+
+
 @pytest.mark.rule("LOR-1", "ERR-1")
 @pytest.mark.parametrize(
     ("options", "words"),

@@ -584,6 +584,28 @@ def test_torch_parts_keep_nothing_for_weights_that_need_no_gradient():
     assert torch_bridge.grouped_mlp_bwd_dw(deferred) == (None, None)
 
 
+@pytest.mark.rule("BUF-2")
+def test_torch_parts_count_a_buffer_as_written():
+    held, res, dy = parts()
+    buffer = torch.empty_like(held["x"])
+    before = buffer._version
+    torch_bridge.grouped_mlp_bwd_dx(res, dy, grad_input=buffer)
+    assert buffer._version > before
+
+
+@pytest.mark.rule("ALL-4", "QNT-7")
+def test_torch_parts_keep_nothing_for_quantised_weights_without_a_master():
+    held, _, dy = parts(wi_bias=None, wo_bias=None)
+    for name in ("wi", "wo"):
+        held[name] = torch_bridge.quantize(held[name], "mxfp8", axis=(2, 1))
+    given, _ = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
+    _, res = torch_bridge.grouped_mlp_fwd(**held, group_sizes=to_torch(given["group_sizes"]), recipe=MXFP8)
+    dx, *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy)
+    assert dx is not None
+    assert deferred.work == (None, None)
+    assert torch_bridge.grouped_mlp_bwd_dw(deferred) == (None, None)
+
+
 @pytest.mark.rule("BUF-2", "ERR-1", "ACC-6")
 def test_refusals_of_the_parts():
     held, res, dy = parts()

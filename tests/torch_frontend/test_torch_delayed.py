@@ -190,6 +190,21 @@ def test_hooks_are_functions() -> None:
         layer.register_wgrad_accumulation_and_reduce_hooks(None)
 
 
+@pytest.mark.rule("DLY-6")
+def test_a_hook_that_another_one_registers_waits_for_the_next_call() -> None:
+    layer, fired = nn.GroupedLinear(2, 4, 4, delay_wgrad_compute=True), []
+
+    def hook() -> None:
+        fired.append(len(fired))
+        layer.register_wgrad_accumulation_and_reduce_hooks(lambda: fired.append("second"))
+
+    layer.register_wgrad_accumulation_and_reduce_hooks(hook)
+    layer.fire_wgrad_hooks()
+    assert fired == [0]
+    layer.fire_wgrad_hooks()
+    assert fired == [0, 1, "second"]
+
+
 @pytest.mark.rule("DLY-4")
 @pytest.mark.parametrize("form", MODULES)
 def test_operands_are_kept_until_they_are_used(form: str) -> None:

@@ -186,7 +186,11 @@ def test_dummies_are_kept_and_refilled() -> None:
     assert first.data_ptr() == second.data_ptr(), "one buffer for each shape, dtype and device"
     asserts.zero(second)
     second.fill_(3.0)  # as if a caller wrote to `.grad`
+    third = backward()
+    asserts.zero(third)
+    asserts.filled(second, 3.0, "what the caller wrote is the caller's")
     parameter.zero_out_wgrad = True
+    third.data.fill_(3.0)  # which no version counts
     asserts.zero(backward())
     wide = main_grad.dummy(Parameter(t.w.bfloat16()))
     assert wide.dtype == torch.bfloat16

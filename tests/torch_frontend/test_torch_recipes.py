@@ -899,6 +899,29 @@ def test_forms_of_a_parameter_that_was_exchanged_are_not_reused() -> None:
 
 
 @pytest.mark.rule("QNT-5")
+def test_a_pending_backward_does_not_read_forms_of_weights_that_were_gathered_again() -> None:
+    """Megatron's FSDP gathers them into the same memory: whether their content has changed is not known."""
+    layer: Any = nn.GroupedLinear(2, 32, 32, recipe=recipes.MXFP8, single_grouped_weight=True)
+    layer.weight.__fsdp_param__ = True
+    x, sizes = leaf(torch.randn(5, 32)), torch.tensor([2, 3], dtype=torch.int32)
+    pending = layer(x, sizes, is_first_microbatch=True)
+    layer.weight.data.mul_(2)
+    layer(x, sizes, is_first_microbatch=True).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pending.sum().backward()
+
+
+@pytest.mark.rule("QNT-5", "QNT-7")
+def test_weights_of_inference_mode_have_a_cache() -> None:
+    with torch.inference_mode():
+        layer = nn.GroupedLinear(2, 32, 32, recipe=recipes.MXFP8)
+        x, sizes = torch.randn(5, 32), torch.tensor([2, 3], dtype=torch.int32)
+        y = layer(x, sizes)
+        for first in (True, False):
+            asserts.bitwise(layer(x, sizes, is_first_microbatch=first), y)
+
+
+@pytest.mark.rule("QNT-5")
 def test_a_sequential_hands_the_flag_to_the_modules_inside() -> None:
     """To nested ones, and to none of another kind."""
     inner = nn.Sequential(nn.GroupedLinear(3, 8, 16, recipe=recipes.MXFP8))
