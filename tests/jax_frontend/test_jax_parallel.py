@@ -831,6 +831,27 @@ def test_jitter_differs_among_ranks() -> None:
     asserts.bitwise(spread(p, x, mesh=mesh, jitter=0.5, key=key)[0], y)
 
 
+@pytest.mark.rule("LYR-9")
+@pytest.mark.parametrize("of", ["experts", "shared"])
+def test_random_rounding_differs_among_ranks(of: str) -> None:
+    """Both ranks have the same tokens, experts and gradients, so that without it they have the same results."""
+    p, mesh, key = parameters(), mesh_of(data=2), jnp.array([1, 2], jnp.uint32)
+    x, dy = (jnp.tile(draw(T // 2, H, seed=each), (2, 1)) for each in ("x", "dy"))
+
+    def halves(recipe: Any) -> list[Any]:
+        experts = SharedExpert(p["wi"][:1], p["wo"][:1], recipe=recipe)
+        options = {"recipe": recipe} if of == "experts" else {"shared": experts}
+
+        def total(x: Any) -> Any:
+            return (spread(p, x, mesh=mesh, axes=MeshAxes(data="data"), **options)[0] * dy).sum()
+
+        return np.split(np.asarray(jax.grad(total)(x)), 2)
+
+    asserts.bitwise(*halves(MXFP8))
+    first, second = halves(recipes.NVFP4.bind(key=key))
+    assert np.any(first != second)
+
+
 # ---- the two exchanges alone
 
 
