@@ -365,6 +365,9 @@ def test_masks_and_replay_have_the_axes_of_the_tokens() -> None:
         other.apply(variables, x, mask=mask, sequence_sizes=jnp.array([10, 10])),
         layer(x, mask=mask, sequence_sizes=jnp.array([10, 10])),
     )
+    balanced, of_linen, _ = pair(aux_coeff=0.5)
+    for run in (balanced, lambda x, **given: of_linen.apply(variables, x, **given)):
+        assert run(x)[1].aux_loss != run(x, sequence_sizes=jnp.array([4, 16]))[1].aux_loss
     with asserts.refused(ValueError, ("`mask` of MoE", "(20,)", "(2, 10)", "one value per token")):
         layer(x, mask=mask.reshape(-1))
     with asserts.refused(ValueError, ("`experts` of MoE", "(20, 3)", "(2, 10) and k", "k experts per token")):

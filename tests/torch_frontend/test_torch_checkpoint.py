@@ -557,6 +557,9 @@ def test_codes_of_another_format_are_refused_even_where_shapes_agree(tmp_path: P
     checkpoint.load(path, copy.deepcopy(tree))
     with refused(ValueError, ["`wi.values` in nvfp4", "expected rotated of the model", "in that format"]):
         checkpoint.load(path, {**tree, "linear_fc1.weight": rotated})
+    checkpoint.save(path, {"below": tree}, "swiglu")
+    with refused(ValueError, ["`wi.values` in nvfp4", "expected rotated of the model", "in that format"]):
+        checkpoint.load(path, {**tree, "linear_fc1.weight": rotated}, prefix="below")
 
 
 @pytest.mark.rule("CKP-5", "QNT-1")
@@ -735,6 +738,13 @@ def test_groups_and_scalars_of_optimisers() -> None:
     assert found["param_groups"][0]["params"] == [0, 1, 2]
     assert found["param_groups"][0]["param_names"] == [name for name, _ in single.named_parameters()]
     assert found["state"][1]["exp_avg"].shape == (E, 2 * F, H)
+    apart = checkpoint.convert_optimizer(found, single, listed)
+    for converted, given, kept in ((found, state, 2), (apart, found, 1)):
+        before = given["state"][kept]["exp_avg"].clone()
+        for each in converted["state"].values():
+            each["exp_avg"].add_(1)
+        if kept == 1:
+            bitwise(given["state"][kept]["exp_avg"], before, "moments of the state that was converted")
     fresh = torch.optim.SGD(listed.parameters(), lr=1e-2).state_dict()
     assert checkpoint.convert_optimizer(fresh, listed, single)["param_groups"][0]["params"] == [0, 1, 2]
     with refused(ValueError, ["no tensors of parameters", "pass the parameters themselves"]):
@@ -769,6 +779,10 @@ def test_groups_and_scalars_of_optimisers() -> None:
         {**group, "params": group["params"][:5]},
         {**group, "params": group["params"][5:], "lr": 3.0},
     ]
+    fewer = {name: each for name, each in single.named_parameters() if "router" not in name}
+    grown = {**fewer, "new": torch.zeros(3), "router.weight": single.router.weight}
+    made = checkpoint.convert_optimizer(two, dict(listed.named_parameters()), grown)["param_groups"]
+    assert [each["params"] for each in made] == [[0, 2, 3], [1]], "a new parameter is in the first group"
     split = checkpoint.convert_optimizer(two, names, single)["param_groups"]
     assert [(each["params"], each["lr"]) for each in split] == [([0, 1], 1e-2), ([2], 3.0)]
 
@@ -1065,6 +1079,23 @@ def test_what_only_the_first_rank_would_write_is_not_saved(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
     shared = {"a": nn.MoE(H, F, 2, 1, shared_dim=8), "b": torch.nn.Linear(2, 2)}  # the same on all ranks
     checkpoint.save(tmp_path / "c", shared, shard=(0, 2))
+
+
+@pytest.mark.rule("CKP-5", "CKP-6")
+def test_files_of_several_checkpoints_in_one_folder_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    for name, block in (("a", 8), ("b", None)):
+        checkpoint.save(tmp_path / f"{name}.safetensors", {name: adapted("MoE", block)})
+    model = {"a": adapted("MoE", 8, 1)}
+    with refused(ValueError, ["`b.safetensors` has other metadata than `a.safetensors`", "remove those of others"]):
+        checkpoint.load(tmp_path, model)
+    for name in ("a", "b"):
+        save_file(moe().state_dict(), tmp_path / f"{name}.safetensors")
+    with refused(
+        ValueError, ["`experts.linear_fc1.weight` in `a.safetensors` and in `b.safetensors`", "each tensor once"]
+    ):
+        checkpoint.load(tmp_path, moe(1), layout="torch_bridge")
 
 
 @pytest.mark.rule("CKP-7")

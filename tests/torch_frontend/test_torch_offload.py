@@ -138,6 +138,25 @@ class _Keeps(torch.autograd.Function):
         return grads[0], None, None
 
 
+@pytest.mark.rule("OFF-4")
+def test_tensors_of_a_unit_come_back_in_the_order_of_backward(sent: list[Sent]) -> None:
+    square: Any = nn.GroupedLinear(5, 16, 16, bias=False)
+    s = setup("GroupedLinear", False)
+    with cpu_offload(min_numel=0):
+        y = square(square(leaf(s.x) * 1, s.sizes) * 1, s.sizes)
+    y.sum().backward()
+    assert len(sent) == 2
+    assert Sent.started == [sent[1], sent[0]]
+
+
+@pytest.mark.rule("OFF-3")
+def test_views_of_parameters_stay(sent: list[Sent]) -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 8))
+    with cpu_offload(min_numel=1):
+        _Keeps.apply(torch.ones(2, requires_grad=True), weight.view(8, 4), weight[1:3])
+    assert not sent
+
+
 @pytest.mark.rule("OFF-5")
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.int16, torch.uint8])
 def test_views_of_one_storage_keep_their_dtypes(other: torch.dtype, sent: list[Sent]) -> None:
