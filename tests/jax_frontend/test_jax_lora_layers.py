@@ -14,7 +14,8 @@ from flax import nnx as flax_nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_grouped import grouped_mlp, linen, nnx, parallel, quantize, routed_mlp
+from grouped_core import recipes
+from jax_grouped import _layer_options, grouped_mlp, linen, nnx, parallel, quantize, routed_mlp
 from jax_grouped.accumulate import StackedRef
 from tests import asserts, bounds
 from tests.bounds import Bounded
@@ -169,6 +170,21 @@ def test_views_have_a_mode_of_their_own():
     assert flax_nnx.view(quiet, deterministic=False).layers[1].deterministic is False
 
 
+@pytest.mark.rule("LOR-1")
+def test_one_key_for_a_whole_layer_serves_its_parts_with_different_keys(monkeypatch: pytest.MonkeyPatch):
+    options: dict[str, Any] = {"recipe": recipes.NVFP4, "jitter": 0.5, "shared_dim": H, "lora_dropout": 0.5}
+    layer, taken = nnx.MoE(H, F, G, 2, lora_rank=R, rngs=flax_nnx.Rngs(0), param_dtype=X.dtype, **options), {}
+
+    def function(x: Any, *_: Any, **given: Any) -> tuple[Any, None]:
+        taken.update(given)
+        return x, None
+
+    monkeypatch.setattr(_layer_options, "function_of", lambda _: function)
+    layer(X, rngs=jax.random.key(3))
+    keys = [taken["recipe"].key, taken["shared"].recipe.key, taken["key"], taken["lora_key"]]
+    assert len({tuple(each.tolist()) for each in keys}) == len(keys)
+
+
 @pytest.mark.rule("LOR-1", "ERR-1")
 def test_linen_layers_need_keys_of_dropout():
     with pytest.raises(Exception, match="dropout"):
@@ -214,6 +230,14 @@ def test_merged_weights_are_rounded_once(kind: str, form: str, dtype: str):
         extra = {"GroupedLinear": (SIZES,), "GroupedMLP": (SIZES, PROBS), "MoE": ()}[form]
         own = layer.module(X, *extra)
         asserts.bitwise(own[0] if form == "MoE" else own, base.apply(weights, {}, X))
+
+
+@pytest.mark.rule("LOR-5")
+def test_merged_weights_of_linen_keep_the_names_of_their_axes():
+    names = ("expert", "embed", "mlp")
+    layer = linen.GroupedLinear(G, H, F, lora_rank=R, param_dtype=X.dtype, kernel_metadata={"out_sharding": names})
+    variables = layer.init(jax.random.key(0), X, SIZES)
+    assert linen.merge(layer, variables)["params"]["kernel"].names == variables["params"]["kernel"].names == names
 
 
 @pytest.mark.rule("LOR-5")

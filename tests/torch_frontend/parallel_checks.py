@@ -270,6 +270,7 @@ def each_rank_computes_its_own_experts(mesh: DeviceMesh) -> None:
         y2.backward(s.dy[rows].contiguous())
         asserts.bitwise(mine.grad, x.grad[rows], "dx")
         if options["delay"]:
+            assert all(each.skip_backward_post_hook for each in spread.parameters())
             whole.backward_dw()
             spread.backward_dw()
         for (name, a), (_, b) in zip(spread.named_parameters(), whole.named_parameters(), strict=True):
@@ -279,6 +280,10 @@ def each_rank_computes_its_own_experts(mesh: DeviceMesh) -> None:
                 assert a.grad_added_to_main_grad is True
                 parts = b.main_grad.view(RANKS, -1)
                 asserts.bitwise(a.main_grad, parts[mesh.get_rank()], f"{mode}: main_grad of {name}")
+    layer = nn.GroupedLinear(4, 3, 3, single_grouped_weight=True, single_grouped_bias=True)
+    layer.weight.requires_grad_(False)
+    spread = parallel.shard_experts(layer, mesh)
+    assert {name: each.requires_grad for name, each in spread.named_parameters()} == {"weight": False, "bias": True}
 
 
 @check

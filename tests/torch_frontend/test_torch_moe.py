@@ -115,6 +115,22 @@ def test_the_function_is_near_the_dense_oracle(router: str, bias: bool) -> None:
         near(one, two, f"gradient of {name}")
 
 
+@pytest.mark.rule("LYR-3", "LYR-16")
+def test_a_shared_expert_has_its_recipe_and_the_residuals_of_the_function() -> None:
+    hidden, width = 128, 192
+    p = layer(T, E, hidden, width, bias=False)
+    wi, wo = (tensor(draw(1, *shape, seed="shared")) for shape in ((96, hidden), (hidden, 48)))
+    routed = (p.x, p.router, p.wi, p.wo, K)
+    y, _ = moe(*routed, shared=SharedExpert(wi, wo, recipe=MXFP8))
+    beside = grouped_mlp(p.x, wi, wo, [T], recipe=MXFP8)
+    asserts.bitwise(y, moe(*routed)[0] + beside)
+    assert not torch.equal(beside, grouped_mlp(p.x, wi, wo, [T]))
+    for residuals, found in (("save_fc1", {96, 2 * width}), ("save_input", set())):
+        with saved_tensors() as kept:
+            moe(*routed, shared=SharedExpert(wi, wo), residuals=residuals)
+        assert {each.shape[1] for each in kept if each.dim() == 2} & {96, 2 * width} == found, residuals
+
+
 @pytest.mark.rule("LYR-16")
 @pytest.mark.parametrize("recipe", [None, FP8Block])
 def test_the_layer_keeps_tokens_hidden_rows_maps_and_scores(recipe: Any) -> None:
