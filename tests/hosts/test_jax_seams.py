@@ -110,10 +110,10 @@ REFUSED = {
 
 
 @pytest.mark.rule("HST-1", "ERR-1")
-@pytest.mark.parametrize("name", REFUSED)
-def test_maxtext_what_is_not_recognised(maxtext_host, name):
+@pytest.mark.parametrize(("name", "value"), [*REFUSED.items(), ("group_offset", 1)])
+def test_maxtext_what_is_not_recognised(maxtext_host, name, value):
     p = small()
-    given = {**KINDS["megablox"], "dtype": jnp.float32, name: REFUSED[name]}
+    given = {**KINDS["megablox"], "dtype": jnp.float32, name: value}
     fragments = [f"`{name}` of maxtext.kernels.megablox.gmm: ", "expected ", "; ", "or undo the replacement"]
     with maxtext.register(), asserts.refused(NotImplementedError, fragments):
         maxtext_host.moe.routed(p.x, p.w, jnp.asarray(p.group_sizes), **given)

@@ -99,6 +99,32 @@ def test_a_registration_that_fails_halfway_changes_nothing() -> None:
     assert (Host.forward, Host.other) == own
 
 
+@pytest.mark.rule("HST-1", "ERR-1")
+def test_what_others_have_replaced_since_is_not_undone() -> None:
+    class Host:
+        def forward(self) -> str:
+            return "own"
+
+    own = Host.forward
+    made = register("seams", [Replacement(Host, "forward", ("self",), lambda own: lambda self: "ours")])
+    ours, theirs = Host.forward, lambda self: "theirs"
+    Host.forward = theirs
+    for run in (made.undo, lambda: register("seams", [Replacement(Host, "forward", ("self",), lambda own: own)])):
+        with pytest.raises(RuntimeError, match="expected the function that `register` put there"):
+            run()
+        assert Host.forward is theirs
+    Host.forward = ours
+    made.undo()
+    assert Host.forward is own
+
+
+@pytest.mark.rule("HST-1", "ERR-1")
+@pytest.mark.parametrize("recipe", [torch_bridge.FP8Delayed, torch_bridge.NVFP4], ids=lambda each: each.name)
+def test_recipes_that_need_a_state_or_keys_are_refused(kernels: ModuleType, recipe: Any) -> None:
+    with pytest.raises(NotImplementedError, match="expected a recipe without one"):
+        prime_rl.register(recipe=recipe)
+
+
 @pytest.mark.rule("HST-3")
 def test_a_block_restores_the_function_even_if_it_raises() -> None:
     class Host:
@@ -201,6 +227,18 @@ def test_kernels_of_prime_rl(kernels: ModuleType, monkeypatch: pytest.MonkeyPatc
         assert len(made.replaced) == 6
         found = gradients(nothing, run, dy, **{key: each.float() for key, each in leaves.items()})
     near(found, wanted, exact=True)
+
+
+@pytest.mark.rule("HST-1")
+@pytest.mark.parametrize("name", _OWN)
+def test_options_reach_the_kernels_of_prime_rl(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    leaves = [draw(*shape, seed=at).float() for at, shape in enumerate(_SHAPES[name].values())]
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(prime_rl, "grouped_mlp", lambda x, *_, **options: given.update(options) or x)
+    with prime_rl.register(recipe=torch_bridge.FP8Block, residuals="save_input"):
+        getattr(kernels, name)(*leaves, draw(sum(SIZES["jagged"]), H).float(), torch.tensor(SIZES["jagged"]))
+    assert given["recipe"] is torch_bridge.FP8Block
+    assert given["residuals"].policy == "save_input"
 
 
 def test_kernels_of_prime_rl_multiply_in_bfloat16(kernels: ModuleType) -> None:

@@ -126,6 +126,8 @@ def test_what_cannot_be_prepared_is_refused(registered: Any) -> None:
     for made in (_model(), _model(FP8Block)):
         with refused(ValueError, ["update_scaling: OlmoeForCausalLM", "expected one in each", "prepare("]):
             update_scaling(made)
+    with refused(TypeError, ["`process_group` of update_scaling"]):
+        update_scaling(_model(FP8Delayed), process_group=3)
 
 
 # ---- state

@@ -342,6 +342,8 @@ def test_a_selection_bias_is_no_parameter_and_moves_outside() -> None:
     y, aux = layer(x)
     asserts.bitwise(y, moved)
     asserts.bitwise(aux.load, np.where(np.arange(E) < K, T, 0).astype(np.int32))
+    with asserts.refused(ValueError, ("`axis_name` of update_bias", "'data'", "inside jax.shard_map")):
+        layer.update_bias(aux.load, 0.01, axis_name="data")
     with asserts.refused(
         ValueError, ("`update_bias` of MoE", "no selection bias", "expected one", "selection_bias=True")
     ):

@@ -997,6 +997,11 @@ def test_a_hook_tells_layers_the_order_that_it_made(kind: str, outer: bool) -> N
         model.load_state_dict(build(None, 2).state_dict())
     handle.remove()
     model.load_state_dict(build(None, 3).state_dict())
+    if kind == "Sequential":  # whose columns a hook takes as they are, unless it is told their order
+        again = build(8, 4)
+        again.register_load_state_dict_pre_hook(checkpoint.load_hook("torch_bridge"))
+        again.load_state_dict(given.state_dict())
+        same(again, given)
 
 
 class _Partly(torch.nn.Module):
@@ -1081,6 +1086,18 @@ def test_what_only_the_first_rank_would_write_is_not_saved(tmp_path: Path) -> No
     checkpoint.save(tmp_path / "c", shared, shard=(0, 2))
 
 
+@pytest.mark.rule("CKP-5")
+def test_files_of_later_versions_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path, model = tmp_path / "f.safetensors", moe()
+    checkpoint.save(path, model)
+    notes = json.loads(File(path).metadata["jax_grouped"]) | {"version": 2}
+    save_file(dict(model.state_dict()), path, {"jax_grouped": json.dumps(notes)})
+    with refused(ValueError, [f"`{path}`", "metadata of version 2", "expected at most 1", "install a newer one"]):
+        checkpoint.load(path, model)
+
+
 @pytest.mark.rule("CKP-5", "CKP-6")
 def test_files_of_several_checkpoints_in_one_folder_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
@@ -1119,6 +1136,10 @@ def test_four_ranks_save_and_two_load(tmp_path: Path, single: bool) -> None:
     names = sorted(name for each in (tmp_path / "c").iterdir() for name in File(each).entries)
     assert len(set(names)) == len(names)
     assert {"wi.0", "wi.3", "wo_bias.2", "router.kernel"} <= set(names)
+    for each in (tmp_path / "c").iterdir():
+        notes = json.loads(File(each).metadata["jax_grouped"])
+        layers = {name: (layer["groups"], layer["form"]) for name, layer in notes["layers"].items()}
+        assert layers == {"experts": (E, "indexed"), "shared": (1, "grouped")}
     for rank in range(2):
         found, expected = part(1 - rank, 2), part(rank, 2)
         for each in found["router"].parameters():

@@ -102,6 +102,22 @@ def test_a_cast_that_is_refused_changes_nothing(listed: bool) -> None:
 
 
 @pytest.mark.rule("QNT-1")
+@by_holding
+def test_a_move_that_fails_changes_nothing(listed: bool) -> None:
+    module = layer(recipes.FP8Block, listed, bias=True)
+    held = list(module.parameters())
+
+    def fails(part: Tensor) -> Tensor:
+        if part.numel():
+            raise MemoryError("no room")
+        return part
+
+    with pytest.raises(MemoryError, match="no room"):
+        module._apply(fails)
+    assert all(a is b for a, b in zip(module.parameters(), held, strict=True))
+
+
+@pytest.mark.rule("QNT-1")
 @by_recipe
 @by_holding
 def test_a_module_moves_them_to_shared_memory(recipe: Recipe, listed: bool) -> None:
