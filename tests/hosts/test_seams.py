@@ -99,6 +99,21 @@ def test_a_registration_that_fails_halfway_changes_nothing() -> None:
     assert (Host.forward, Host.other) == own
 
 
+@pytest.mark.rule("HST-1")
+def test_registrations_are_undone_in_any_order() -> None:
+    class Host:
+        def forward(self) -> str:
+            return "own"
+
+    def made(name: str) -> Any:
+        return register("seams", [Replacement(Host, "forward", ("self",), lambda own: lambda self: name)])
+
+    first, second, third = map(made, ("first", "second", "third"))
+    for each, left in ((second, "third"), (third, "first"), (third, "first"), (first, "own")):
+        each.undo()
+        assert Host().forward() == left
+
+
 @pytest.mark.rule("HST-1", "ERR-1")
 def test_what_others_have_replaced_since_is_not_undone() -> None:
     class Host:

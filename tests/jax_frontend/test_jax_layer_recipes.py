@@ -128,6 +128,10 @@ def test_update_scalings_finds_every_state_and_leaves_the_rest() -> None:
     same(found["a"][0], jax_grouped.update_scaling(used))
     assert (np.asarray(found["a"][0].scale)[:, SIZES > 0] != 1).all()
     same((found["a"][1], found["b"]), (number, tree["b"]))
+    unreached = jax.tree.map(jnp.zeros_like, used)
+    same(nnx.update_scalings([unreached], previous=[used])[0], jax_grouped.update_scaling(unreached, previous=used))
+    with asserts.refused(ValueError, ("`axis_name` of update_scaling", "'data'", "jax.shard_map")):
+        nnx.update_scalings(tree, axis_name="data")
 
 
 @pytest.mark.parametrize("flavour", ["nnx", "linen"])

@@ -112,6 +112,13 @@ def test_dropout_beside_a_shared_expert_differs_between_ranks() -> None:
     assert np.any(spread_2[: T // 2] != spread_2[T // 2 :])
 
 
+@pytest.mark.rule("LYR-9", "LOR-1")
+def test_tokens_beside_adapters_are_sent_as_they_are() -> None:
+    """Whatever the recipe, because A reads them unquantised."""
+    p, x, options = frozen(parameters()), draw(T, H, seed="x"), {"lora": adapters(E), "recipe": MXFP8}
+    asserts.bitwise(spread(p, x, mesh=mesh_of(expert=2), **options)[0], one_device(p, x, **options)[0])
+
+
 @pytest.mark.rule("LOR-1", "ERR-1")
 @pytest.mark.parametrize(
     ("options", "words"),
@@ -829,6 +836,15 @@ def test_jitter_differs_among_ranks() -> None:
     first, *others = np.split(np.asarray(y), 4)
     assert all(np.any(first != other) for other in others)
     asserts.bitwise(spread(p, x, mesh=mesh, jitter=0.5, key=key)[0], y)
+
+
+@pytest.mark.rule("LYR-9")
+@pytest.mark.parametrize("name", ["tensor", "expert_tensor"])
+def test_parts_of_a_tensor_axis_are_summed_in_float32(name: str) -> None:
+    axes, sizes = MESHES[name]
+    p, x = parameters("bfloat16", pair=True), draw(T, H, dtype="bfloat16")
+    program = str(jax.make_jaxpr(partial(spread, mesh=mesh_of(**sizes), axes=axes))(p, x))
+    assert re.findall(rf":(\w+)\[\d+,{H}\]\S* = psum\w*\[\s*axes=\('tensor',\)", program) == ["f32"]
 
 
 @pytest.mark.rule("LYR-9")

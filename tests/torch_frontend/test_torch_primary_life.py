@@ -27,6 +27,7 @@ from tests.torch_frontend.primary_tools import (
 )
 from tests.torch_frontend.recipe_tools import same, state_of
 from torch_bridge import nn, shards
+from torch_bridge.params import preserve_high_precision_init
 from torch_bridge.quantized_weight import QuantizedWeight
 from torch_bridge.quantized_weight import named_parts as parts_of
 
@@ -99,6 +100,15 @@ def test_a_cast_that_is_refused_changes_nothing(listed: bool) -> None:
         module.double()
     assert {each.dtype for each in module.parameters()} == {torch.bfloat16}, "of biases too"
     same([*raw(module).values()], [*before.values()])
+
+
+@pytest.mark.rule("QNT-2")
+def test_a_new_value_releases_the_one_that_was_preserved() -> None:
+    module = layer(recipes.FP8Block)
+    weight: Any = next(iter(module.parameters()))
+    preserve_high_precision_init(weight, weight.dequantize())
+    module.reset_parameters()
+    assert weight.high_precision_init_val() is None
 
 
 @pytest.mark.rule("QNT-1")
