@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "swiglu_clamped": {"swiglu_limit": 0.5},
     "swigluoai": {"expert_activation": "swigluoai", "activation_limit": 0.5},
     "swigluoai_unlimited": {"expert_activation": "swigluoai", "activation_limit": 0.0},
-    "quick_geglu": {"expert_activation": "quick_geglu", "activation_limit": 0.5},
+    "quick_geglu": {"expert_activation": "quick_geglu", "activation_limit": 0.5, "activation_alpha": 1.5},
     "geglu": {"expert_activation": "geglu"},
     "relu2": {"expert_activation": "relu2"},
 }
@@ -160,7 +160,7 @@ class _Dispatcher:
 @pytest.mark.rule("HST-1", "HST-4")
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_experts_behind_a_dispatcher(bias: bool, after: bool) -> None:
+def test_experts_behind_a_dispatcher(bias: bool, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`GroupedExpertsDeepEP` with DTensor Parameters of one rank, against the loop."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -178,6 +178,11 @@ def test_experts_behind_a_dispatcher(bias: bool, after: bool) -> None:
         module.ep_size, module.n_routed_experts, module.token_dispatcher = 1, G, _Dispatcher()
         with nemo.register():
             found = routing.gradients(module)
+        given: dict[str, Any] = {}
+        monkeypatch.setattr(nemo, "grouped_mlp", lambda rows, *_, **options: given.update(options) or rows)
+        with nemo.register(recipe=torch_bridge.FP8Block, residuals="save_input"):
+            routing.run(module, routing.x, routing.weights)
+        assert (given["recipe"], given["residuals"].policy) == (torch_bridge.FP8Block, "save_input")
         local = {name: each.to_local() if hasattr(each, "to_local") else each for name, each in found.items()}
     finally:
         torch.distributed.destroy_process_group()

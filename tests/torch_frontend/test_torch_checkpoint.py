@@ -1099,6 +1099,19 @@ def test_files_of_later_versions_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.rule("CKP-5", "CKP-6")
+def test_files_without_the_activation_of_gated_experts_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path, model = tmp_path / "f.safetensors", moe()
+    checkpoint.save(path, model)
+    notes = json.loads(File(path).metadata["jax_grouped"])
+    notes["layers"]["experts"]["activation"] = None
+    save_file(load_file(path), path, {"jax_grouped": json.dumps(notes)})
+    with refused(ValueError, [f"`{path}`", "no activation of `experts`", "save it again with `spec`"]):
+        checkpoint.load(path, {name: torch.zeros_like(each) for name, each in model.state_dict().items()})
+
+
+@pytest.mark.rule("CKP-5", "CKP-6")
 def test_files_of_several_checkpoints_in_one_folder_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 import torch_bridge
 from tests import asserts, bounds
 from tests.torch_frontend.lora_layer_tools import ROWS, SCALING, SIZES, F, G, H, R, made
-from tests.torch_frontend.torch_tools import counted_launches, opcheck
+from tests.torch_frontend.torch_tools import counted_launches, opcheck, saved_tensors
 
 VALID = sum(SIZES)
 SHAPES = {"a_wi": (G, R, H), "b_wi": (G, 2 * F, R), "a_wo": (G, R, F), "b_wo": (G, H, R)}
@@ -143,6 +143,17 @@ OF_FACTORS = ("grouped_matmul",) * 4
 """Each on its own, as where they are accumulated."""
 AT_ONCE = ("low_rank_grads", "grouped_matmul_dact", "low_rank_grads", "grouped_matmul")
 """`OF_X`, with the gradients of B1 and B2."""
+
+
+@pytest.mark.rule("LOR-3", "ALL-4")
+@pytest.mark.parametrize("of_wi", [False, True])
+def test_tokens_are_kept_for_the_factor_that_reads_them(of_wi: bool):
+    """Without an adapter of wi no gradient reads them; those of x and of the probabilities read hidden rows."""
+    p = Problem(True)
+    a_wi, b_wi, a_wo, b_wo = p.factors
+    with saved_tensors() as kept:
+        p(lora=((a_wi, b_wi) if of_wi else None, (a_wo, b_wo)))
+    assert (p.x.data_ptr() in {each.data_ptr() for each in kept}) == of_wi
 
 
 @pytest.mark.rule("LOR-2", "LOR-4")

@@ -534,6 +534,16 @@ def test_buffers_are_not_saved() -> None:
     y.backward(t.dy)
 
 
+@pytest.mark.rule("BUF-2")
+def test_a_leaf_adds_up_what_one_buffer_holds_in_turn() -> None:
+    t = small()
+    x, plain, dx = leaf(t.x), leaf(t.x), torch.zeros_like(t.x)
+    for factor in (1, 3):
+        grouped_linear(x, t.w, t.sizes, grad_input=dx).backward(t.dy * factor)
+        grouped_linear(plain, t.w, t.sizes).backward(t.dy * factor)
+    asserts.bitwise(x.grad, plain.grad)
+
+
 @pytest.mark.rule("BUF-2", "BUF-3")
 def test_what_was_saved_is_not_read_after_a_buffer_was_written_again() -> None:
     """Buffers and accumulators count as modified in place, so that autograd refuses instead of computing nonsense."""

@@ -513,8 +513,10 @@ def test_layers_made_inside_quantized_model_init() -> None:
         plain = layer(recipes.MXFP8, quantized_weights=False)
         with nn.quantized_model_init(enabled=False):
             inner = nn.GroupedLinear(3, 32, 32)
+        after = nn.GroupedLinear(3, 32, 32)
     outer = nn.GroupedLinear(3, 32, 32)
     assert all(params.is_quantized_weight(each) for each in (*mlp.parameters(), *own.parameters()))
+    assert after.quantized_weights
     assert mlp.linear_fc1.recipe == recipes.FP8Block
     assert own.recipe == recipes.MXFP8
     assert all(each.high_precision_init_val() is not None for each in own.parameters())

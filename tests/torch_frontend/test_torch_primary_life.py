@@ -93,6 +93,15 @@ def test_copies_and_casts_keep_codes(recipe: Recipe, listed: bool) -> None:
 
 @pytest.mark.rule("QNT-1")
 @by_holding
+def test_a_cast_casts_gradients_too(listed: bool) -> None:
+    module = layer(recipes.FP8Block, listed)
+    module(torch.randn(11, 48).bfloat16(), SIZES).sum().backward()
+    before = [each.grad.float() for each in module.parameters()]
+    same([each.grad for each in module.float().parameters()], before)
+
+
+@pytest.mark.rule("QNT-1")
+@by_holding
 def test_a_cast_that_is_refused_changes_nothing(listed: bool) -> None:
     module = layer(recipes.FP8Block, listed, bias=True)
     before = raw(module)
