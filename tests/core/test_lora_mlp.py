@@ -355,6 +355,14 @@ def dropped(rows: np.ndarray, stream: int, rate: float, valid: int, sizes: np.nd
 
 
 @pytest.mark.rule("LOR-1")
+def test_the_option_numbers_the_masks_of_both_products():
+    pair = (np.zeros(0), np.zeros(0))
+    for given, streams in (((pair, pair), [0, 1]), ((pair, None), [0, None]), ((None, pair), [None, 1])):
+        static, _ = lora_mlp.option(given, 0.5, 0.25, np.zeros(2, np.uint32))
+        assert [None if each is None else each.stream for each in static] == streams
+
+
+@pytest.mark.rule("LOR-1")
 @pytest.mark.parametrize("weight", ["wi", "wo"])
 def test_each_product_has_masks_of_its_own(weight):
     """Those of x are drawn from stream 0, those of the activated rows from stream 1."""

@@ -99,6 +99,14 @@ def test_each_of_several_parameters_is_cast(at: int) -> None:
         asserts.bitwise(layer(x, sizes), expected)
 
 
+@pytest.mark.rule("MAT-6", "QNT-4")
+def test_quantised_parameters_are_not_cast() -> None:
+    """A cast would make plain values of them, which the recipe would quantise a second time."""
+    layer: Any = nn.GroupedLinear(2, 32, 32, recipe=FP8Current, quantized_weights=True, single_grouped_weight=True)
+    with _on(), asserts.refused(TypeError, ["`weight`", "float32", "bfloat16", "cast one of them"]):
+        grouped_linear(torch.randn(6, 32), layer.weight, torch.tensor([2, 4]), recipe=FP8Current)
+
+
 def _everything(seed: int = 0) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(seed)
 

@@ -154,12 +154,12 @@ def test_a_layer_may_be_drained_alone() -> None:
 
 
 @pytest.mark.rule("DLY-3", "ERR-1")
-@pytest.mark.parametrize("written", ["x", "dy"])
+@pytest.mark.parametrize("written", ["x", "dy", "sizes"])
 def test_rows_that_were_written_meanwhile_are_noticed(written: str) -> None:
     """As autograd notices it between forward and backward."""
     layer = nn.GroupedLinear(2, 4, 4, bias=False, delay_wgrad_compute=True)
-    rows = {"x": torch.ones(3, 4), "dy": torch.ones(3, 4)}
-    layer(rows["x"], [1, 2]).backward(rows["dy"])
+    rows = {"x": torch.ones(3, 4), "dy": torch.ones(3, 4), "sizes": torch.tensor([1, 2], dtype=torch.int32)}
+    layer(rows["x"], rows["sizes"]).backward(rows["dy"])
     rows[written].mul_(2)
     with asserts.refused(RuntimeError, ["backward_dw", "modified by an inplace", "values of then", "call backward_dw"]):
         layer.backward_dw()

@@ -216,6 +216,19 @@ def test_autocast_casts_the_adapter():
     assert p.a.grad.dtype == torch.float32
 
 
+@pytest.mark.rule("LOR-1")
+def test_what_a_scaled_adapter_reads_is_rounded_once():
+    """One column and a rank of 1, so the products are exact in float32: scaling them after a rounding shows."""
+    drawn = torch.Generator().manual_seed(0)
+    x, a = torch.zeros(256, 8), torch.zeros(1, 1, 8)
+    x[:, 0], a[0, 0, 0] = torch.randn(256, generator=drawn), 1.3
+    x, a, b, w = (each.bfloat16() for each in (x, a, torch.ones(1, 8, 1), torch.zeros(1, 8, 8)))
+    y = grouped_linear(x, w, [256], lora=(a, b), lora_scaling=0.37)
+    product = x[:, :1].float() * a[0, 0, 0].float()
+    asserts.bitwise(y, (product * 0.37).bfloat16().expand(256, 8).contiguous())
+    assert not torch.equal(y[:, :1], (product.bfloat16().float() * 0.37).bfloat16())
+
+
 @pytest.mark.rule("ERR-1", "LOR-1")
 def test_members_and_keys_that_do_not_fit_are_refused():
     p = Problem()

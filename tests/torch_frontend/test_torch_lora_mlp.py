@@ -145,6 +145,18 @@ AT_ONCE = ("low_rank_grads", "grouped_matmul_dact", "low_rank_grads", "grouped_m
 """`OF_X`, with the gradients of B1 and B2."""
 
 
+@pytest.mark.rule("LOR-3", "LOR-4")
+@rows_or_tokens
+def test_the_gradient_of_x_does_not_depend_on_those_of_the_factors(tokens: bool):
+    """With a recipe that quantises the gradients at the hidden rows, which the factors of wi read unquantised."""
+    p = Problem(tokens)
+    wanted = p.grads(recipe=torch_bridge.MXFP8)[0]
+    for each in p.leaves():
+        each.requires_grad_(False)
+    (found,) = torch.autograd.grad(p(recipe=torch_bridge.MXFP8), p.x, p.dy)
+    asserts.bitwise(found, wanted)
+
+
 @pytest.mark.rule("LOR-3", "ALL-4")
 @pytest.mark.parametrize("of_wi", [False, True])
 def test_tokens_are_kept_for_the_factor_that_reads_them(of_wi: bool):
