@@ -231,7 +231,6 @@ def _weights_of(given: Arguments, facts: Facts, scaling: Scaling) -> list[Any]:
         return weights
     base, adapters = facts.op
     needs = lora_mlp.base_needs(adapters, facts.needs)
-    base = lora_mlp.of_base(base, facts.specs.base.x.dtype)
     wanted = rules.cached_forms(base, needs, facts.keep.base.z)
     return [
         with_forms(cache, weight, forms, scaling, at, training=facts.training)
