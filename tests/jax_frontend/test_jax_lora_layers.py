@@ -236,7 +236,7 @@ def test_merged_weights_are_rounded_once(kind: str, form: str, dtype: str):
 def test_merged_weights_of_linen_keep_the_names_of_their_axes():
     names = ("expert", "embed", "mlp")
     layer = linen.GroupedLinear(G, H, F, lora_rank=R, param_dtype=X.dtype, kernel_metadata={"out_sharding": names})
-    variables = layer.init(jax.random.key(0), X, SIZES)
+    variables: Any = layer.init(jax.random.key(0), X, SIZES)
     assert linen.merge(layer, variables)["params"]["kernel"].names == variables["params"]["kernel"].names == names
 
 

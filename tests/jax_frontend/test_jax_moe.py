@@ -368,7 +368,8 @@ def test_masks_and_replay_have_the_axes_of_the_tokens() -> None:
         layer(x, mask=mask, sequence_sizes=jnp.array([10, 10])),
     )
     balanced, of_linen, _ = pair(aux_coeff=0.5)
-    for run in (balanced, lambda x, **given: of_linen.apply(variables, x, **given)):
+    runs: list[Any] = [balanced, lambda x, **given: of_linen.apply(variables, x, **given)]
+    for run in runs:
         assert run(x)[1].aux_loss != run(x, sequence_sizes=jnp.array([4, 16]))[1].aux_loss
     with asserts.refused(ValueError, ("`mask` of MoE", "(20,)", "(2, 10)", "one value per token")):
         layer(x, mask=mask.reshape(-1))

@@ -596,8 +596,7 @@ def test_torch_parts_count_a_buffer_as_written():
 @pytest.mark.rule("ALL-4", "QNT-7")
 def test_torch_parts_keep_nothing_for_quantised_weights_without_a_master():
     held, _, dy = parts(wi_bias=None, wo_bias=None)
-    for name in ("wi", "wo"):
-        held[name] = torch_bridge.quantize(held[name], "mxfp8", axis=(2, 1))
+    held |= {name: torch_bridge.quantize(held[name], "mxfp8", axis=(2, 1)) for name in ("wi", "wo")}
     given, _ = problem(cases.named("tail"), "bfloat16", Activation("swiglu"), transposed=True)
     _, res = torch_bridge.grouped_mlp_fwd(**held, group_sizes=to_torch(given["group_sizes"]), recipe=MXFP8)
     dx, *_, deferred = torch_bridge.grouped_mlp_bwd_dx(res, dy)

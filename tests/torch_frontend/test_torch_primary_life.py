@@ -96,7 +96,8 @@ def test_copies_and_casts_keep_codes(recipe: Recipe, listed: bool) -> None:
 def test_a_cast_casts_gradients_too(listed: bool) -> None:
     module = layer(recipes.FP8Block, listed)
     module(torch.randn(11, 48).bfloat16(), SIZES).sum().backward()
-    before = [each.grad.float() for each in module.parameters()]
+    weights: list[Any] = list(module.parameters())
+    before = [each.grad.float() for each in weights]
     same([each.grad for each in module.float().parameters()], before)
 
 

@@ -883,7 +883,7 @@ def test_a_layer_may_quantise_twice_before_backward(form: str, recipe: Recipe) -
 @pytest.mark.rule("QNT-5")
 def test_forms_of_a_parameter_that_was_exchanged_are_not_reused() -> None:
     """FSDP2 exchanges it when it gathers weights: the address and the version may be those of the last pass."""
-    layer = nn.GroupedLinear(2, 32, 32, recipe=recipes.MXFP8, single_grouped_weight=True)
+    layer: Any = nn.GroupedLinear(2, 32, 32, recipe=recipes.MXFP8, single_grouped_weight=True)
     x, sizes = torch.randn(5, 32), torch.tensor([2, 3], dtype=torch.int32)
 
     def exchange() -> tuple[int, int]:
