@@ -107,6 +107,7 @@ def main() -> None:
                 found = (block if options.steady is None else timed_by_events(block)).rows(**protocol)
                 print(harness.table(found), flush=True)
                 rows += found
+                del block  # its tensors, before those of the next are made
     print(harness.machine())
     if not (options.json or options.plot):
         return

@@ -358,26 +358,24 @@ def _d_hidden(run: Any, op: Mlp, o: _Parts) -> Any:
     return rules.hidden_grads(run, op, o.h, o.wo, o.sizes, o.probs, None, o.dy, wanted, quantized_dy=o.dy)[:3]
 
 
-UP = define("bench_up", _up, _Parts, rows=("x", "probs"))
-D_HIDDEN = define("bench_d_hidden", _d_hidden, _Parts, rows=("h", "probs", "dy"))
-
-
 def bench_parts(case: cases.Case, dtype: str, budget_s: float) -> list[harness.Row]:
     """The two fused kernels alone, with both results written, compared with one dense GEMM each."""
+    up = define("bench_up", _up, _Parts, rows=("x", "probs"))
+    d_hidden = define("bench_d_hidden", _d_hidden, _Parts, rows=("h", "probs", "dy"))
     work = make_work(case, dtype, "cuda")
     op = Mlp(MlpNames(), Activation("swiglu"), transposed=True)
     parts = _Parts(work.x, work.wi, work.wo, work.sizes, torch.rand(case.rows, device="cuda"), None, None)
-    _, h = call(UP, op, parts, case.rows)
+    _, h = call(up, op, parts, case.rows)
     grads = parts._replace(h=h, dy=work.dy)
     x, dy = work.x[: work.rows], work.dy[: work.rows]
     thunks: dict[str, dict[str, harness.Thunk]] = {
         "up + act": {
             "dense": lambda _: x @ work.wi[0].T,
-            "ours": lambda _: call(UP, op, parts, case.rows),
+            "ours": lambda _: call(up, op, parts, case.rows),
         },
         "d hidden": {
             "dense": lambda _: dy @ work.wo[0],
-            "ours": lambda _: call(D_HIDDEN, op, grads, case.rows),
+            "ours": lambda _: call(d_hidden, op, grads, case.rows),
         },
     }
     rows = []

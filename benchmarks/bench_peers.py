@@ -4,17 +4,18 @@
     python benchmarks/bench_peers.py --parts bf16 --cases A D    # products of bf16 alone
 
 Each problem is prepared once and measured twice: call by call in turns with the other candidates, and in long runs of
-each candidate, as in training, with the power and clock that the GPU has then. Ratios above 1 are in our favour.
-Whatever is not installed is named, and its rows are left out. Small batches have `bench_decode.py`.
+each candidate, as in training, with the power and clock that the GPU has then. Ratios above 1 are in our favour. A pair
+has no row where one of the two is not installed or refuses; the reasons come after the table. `bench_decode.py` has
+small batches.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -39,7 +40,7 @@ class Part(NamedTuple):
 
     cases: Sequence[str]
     pairs: Sequence[Pair]
-    prepare: Callable[[cases.Case, Sequence[str]], Iterator[harness.Block]]
+    prepare: Callable[[cases.Case, Sequence[str], str], Iterator[harness.Block]]  # problem, candidates, device
 
     @property
     def names(self) -> list[str]:
@@ -47,18 +48,18 @@ class Part(NamedTuple):
         return list(dict.fromkeys(["dense", *(name for pair in self.pairs for name in pair[:2])]))
 
 
-def _bf16(case: cases.Case, names: Sequence[str]) -> Iterator[harness.Block]:
+def _bf16(case: cases.Case, names: Sequence[str], device: str) -> Iterator[harness.Block]:
     for product in PRODUCTS:
-        yield bench_grouped_matmul.prepare(case, product, "bfloat16", "cuda", names)
+        yield bench_grouped_matmul.prepare(case, product, "bfloat16", device, names)
 
 
-def _blocks(case: cases.Case, names: Sequence[str]) -> Iterator[harness.Block]:
+def _blocks(case: cases.Case, names: Sequence[str], _: str) -> Iterator[harness.Block]:
     for product in PRODUCTS:
         yield bench_fp8.prepare(case, product, names)
 
 
-def _mlp(case: cases.Case, names: Sequence[str]) -> Iterator[harness.Block]:
-    yield from bench_mlp.prepare(case, "bfloat16", "cuda", names).values()
+def _mlp(case: cases.Case, names: Sequence[str], device: str) -> Iterator[harness.Block]:
+    yield from bench_mlp.prepare(case, "bfloat16", device, names).values()
 
 
 BF16 = "ours, torch, [G,N,K]"
@@ -95,16 +96,15 @@ PARTS = {
 }
 
 
-def measured(part: Part, case: cases.Case, budget_s: float, steady_s: float) -> Iterator[tuple[str, harness.Row]]:
-    """The rows of a problem with the protocol that each was measured by. `budget_s`: seconds of interleaved calls."""
-    protocols = {
-        "in turns": {"clock": harness.cuda_clock, "budget_s": budget_s},
-        "long runs": harness.steady(steady_s),
-    }
-    for block in part.prepare(case, part.names):
+def measured(
+    part: Part, case: cases.Case, device: str, protocols: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, harness.Row]]:
+    """The rows of a problem with the protocol that each was measured by; `protocols`: options of `harness.measure`."""
+    for block in part.prepare(case, part.names, device):
         for name, protocol in protocols.items():
             for row in block.rows(**protocol):
                 yield name, row
+        del block  # its tensors, before those of the next are made
         torch.cuda.empty_cache()
 
 
@@ -130,6 +130,12 @@ def lines(part: Part, found: Sequence[tuple[str, harness.Row]]) -> Iterator[str]
             )
 
 
+def left_out(part: Part, found: Sequence[tuple[str, harness.Row]]) -> Iterator[harness.Row]:
+    """The rows without a time that a pair compares."""
+    compared = {(name, product) for pair in part.pairs for name in pair[:2] for product in pair.products}
+    return (row for _, row in found if row.timing is None and (row.candidate, row.product) in compared)
+
+
 def _chip(timing: harness.Timing) -> str:
     return "" if timing.watts is None or timing.mhz is None else f"{timing.watts:.0f}, {timing.mhz:.0f}"
 
@@ -138,27 +144,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--cases", nargs="+", help="names of problems in tests/cases.py; default: those of each part")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: in turns alone, to try it out")
     parser.add_argument("--budget", type=float, default=1.2, help="seconds of interleaved calls per block")
     parser.add_argument("--steady", type=float, default=0.12, metavar="SECONDS", help="length of a long run")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    protocols: dict[str, dict[str, Any]] = {
+        "in turns": {"clock": harness.cuda_clock, "budget_s": options.budget},
+        "long runs": harness.steady(options.steady),
+    }
+    if options.device == "cpu":
+        if "blocks" in options.parts:
+            parser.error("products of 8-bit operands are for GPUs; choose others with --parts")
+        protocols = {"in turns": {"clock": harness.cpu_clock, "budget_s": options.budget}}
     rows: list[harness.Row] = []
-    protocols: list[str] = []
+    measured_by: list[str] = []
+    missing: dict[tuple[str, str, str], list[str]] = {}  # names of problems by candidate, product and reason
     print(HEAD)
     for part in (PARTS[name] for name in options.parts):
-        for name in part.cases:
-            if options.cases and name not in options.cases:
-                continue
-            found = list(measured(part, cases.named(name), options.budget, options.steady))
-            print(*lines(part, found), sep="\n", flush=True)
-            protocols += [protocol for protocol, _ in found]
+        for name in options.cases or part.cases:
+            found = list(measured(part, cases.named(name), options.device, protocols))
+            for line in lines(part, found):
+                print(line, flush=True)
+            for row in left_out(part, found):
+                missing.setdefault((row.candidate, row.product, row.skipped), []).append(name)
+            measured_by += [protocol for protocol, _ in found]
             rows += [row for _, row in found]
-    timed = {row.candidate for row in rows if row.timing is not None}
-    for name, reason in {row.candidate: row.skipped for row in rows if row.candidate not in timed}.items():
-        print(f"left out {name}: {reason}")
+    for (name, product, reason), places in missing.items():
+        print(f"left out {name}, {product} of {', '.join(dict.fromkeys(places))}: {reason}")
     print(harness.machine())
     if options.json:
-        harness.save(rows, options.json, protocols=protocols, copy_bytes_per_s=harness.copy_rate("cuda"))
+        harness.save(rows, options.json, protocols=measured_by, copy_bytes_per_s=harness.copy_rate(options.device))
 
 
 if __name__ == "__main__":

@@ -54,3 +54,20 @@ def test_every_form_of_quantisers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for wanted in ("mxfp8, rows", "mxfp8, cross, back", "W mxfp8", "listed mxfp8", "gathered"):
         assert any(wanted in label for label in labels), (wanted, labels)
     assert all(each["timing"]["median_us"] > 0 for each in rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pairs_with_other_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pairs that run on the CPU have a line for each product; candidates that do not are named with the reason."""
+    results = tmp_path / "peers.json"
+    command = ["benchmarks/bench_peers.py", "--device", "cpu", "--parts", "bf16", "mlp", "--cases", "jagged"]
+    run_program([*command, "--budget", "0.02", "--json", str(results)], monkeypatch)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    of_recipes = [words for words in lines if words[:1] == ["jagged"] and "FP8Block" in words]
+    assert [words[1] for words in of_recipes] == ["forward", "forward+backward"]
+    left_out = [" ".join(words) for words in lines if words[:2] == ["left", "out"]]
+    assert any(text.startswith("left out torch grouped_mm, forward+backward of jagged: ") for text in left_out)
+    saved = json.loads(results.read_text())
+    assert saved["protocols"] == ["in turns"] * len(saved["rows"])
