@@ -676,7 +676,7 @@ def shards_of_masters_give_the_codes_of_whole_ones(mesh: DeviceMesh) -> None:
                 for one in (module, whole):
                     update_scaling(one.scaling_state)
                 asserts.bitwise(state_of(module).scale, state_of(whole).scale)
-                assert (state_of(module).scale[1] != 1).any()
+                assert (state_of(module).scale[1] > 0).any()
 
 
 LIVE = (  # by rank, one magnitude a group
