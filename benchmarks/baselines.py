@@ -8,10 +8,10 @@ Letters: G groups, M rows, K input features, N output features. Weights are held
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +25,36 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 class MissingError(Exception):
     """A candidate cannot take part; the message gives the reason."""
+
+
+_Made = TypeVar("_Made")
+
+
+def usable(names: Iterable[str], make: Callable[[str], _Made]) -> tuple[dict[str, _Made], dict[str, str]]:
+    """What `make` returns for each candidate, and the reasons of those that cannot take part."""
+    made: dict[str, _Made] = {}
+    skipped: dict[str, str] = {}
+    for name in names:
+        try:
+            made[name] = make(name)
+        except MissingError as reason:
+            skipped[name] = str(reason)
+        except (ImportError, OSError) as reason:  # not installed, or its libraries do not load
+            skipped[name] = f"cannot be imported: {reason}"
+    return made, skipped
+
+
+def compiled_swiglu() -> Callable[[torch.Tensor], torch.Tensor]:
+    """SwiGLU as models write it, compiled anew: programs for earlier problems count towards Dynamo's limit, beyond
+    which it compiles none.
+    """
+
+    def swiglu(h: torch.Tensor) -> torch.Tensor:
+        gate, linear = h.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * linear
+
+    torch.compiler.reset()
+    return torch.compile(swiglu, dynamic=False)
 
 
 @dataclass

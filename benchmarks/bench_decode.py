@@ -70,37 +70,36 @@ def measure_weights(case: cases.Case, formats: list[str], rate: float, budget: f
         print(f"{case.name:<22}{name:<14}{kernel:<34}{timing.median_us:>10.1f}{share:>10.3f}", flush=True)
 
 
+def measure_plain(case: cases.Case, rate: float, budget: float) -> None:
+    """Weights in bf16; prints the share of each candidate."""
+    weight_bytes = 2 * case.groups * case.k * case.n
+    sets = max(1, min(8, -(-ROTATED_BYTES // weight_bytes)))
+    work = baselines.make_work("forward", "bfloat16", list(case.sizes), case.rows, case.k, case.n, "cuda", sets)
+    active = sum(size > 0 for size in case.sizes)
+    moved = 2 * (active * case.k * case.n + case.rows * (case.k + case.n))
+    thunks, skipped = baselines.usable(CANDIDATES, lambda name: captured(baselines.CANDIDATES[name](work), sets))
+    for name, reason in skipped.items():
+        print(f"skipped {name}: {reason}", file=sys.stderr)
+    timings = harness.measure(thunks, clock=harness.cuda_clock, sets=sets, rounds=30, budget_s=budget)
+    shares = {name: f"{moved / each.median_us * 1e6 / rate:.3f}" for name, each in timings.items()}
+    print(f"{case.name:<22}" + "".join(f"{shares.get(name, '-'):>24}" for name in CANDIDATES), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", default=[], help="of quantised weights")
     parser.add_argument("--cases", nargs="+", default=[case.name for case in cases.select("decode")])
     parser.add_argument("--budget", type=float, default=1.0, help="seconds per case, or case and format")
     arguments = parser.parse_args()
-    chosen = [cases.named(name) for name in arguments.cases]
-    if arguments.formats:
-        rate = harness.copy_rate("cuda")
-        print(f"copy {rate / 1e12:.2f} TB/s")
-        for case in chosen:
-            measure_weights(case, arguments.formats, rate, arguments.budget)
-        print(harness.machine())
-        return
     rate = harness.copy_rate("cuda")
-    print(f"copy {rate / 1e12:.2f} TB/s\n{'case':<22}" + "".join(f"{name:>24}" for name in CANDIDATES))
-    for case in chosen:
-        weight_bytes = 2 * case.groups * case.k * case.n
-        sets = max(1, min(8, -(-ROTATED_BYTES // weight_bytes)))
-        work = baselines.make_work("forward", "bfloat16", list(case.sizes), case.rows, case.k, case.n, "cuda", sets)
-        active = sum(size > 0 for size in case.sizes)
-        moved = 2 * (active * case.k * case.n + case.rows * (case.k + case.n))
-        thunks = {}
-        for name in CANDIDATES:
-            try:
-                thunks[name] = captured(baselines.CANDIDATES[name](work), sets)
-            except (ImportError, baselines.MissingError) as reason:
-                print(f"skipped {name}: {reason}", file=sys.stderr)
-        timings = harness.measure(thunks, clock=harness.cuda_clock, sets=sets, rounds=30, budget_s=arguments.budget)
-        shares = {name: f"{moved / each.median_us * 1e6 / rate:.3f}" for name, each in timings.items()}
-        print(f"{case.name:<22}" + "".join(f"{shares.get(name, '-'):>24}" for name in CANDIDATES), flush=True)
+    print(f"copy {rate / 1e12:.2f} TB/s")
+    if not arguments.formats:
+        print(f"{'case':<22}" + "".join(f"{name:>24}" for name in CANDIDATES))
+    for case in map(cases.named, arguments.cases):
+        if arguments.formats:
+            measure_weights(case, arguments.formats, rate, arguments.budget)
+        else:
+            measure_plain(case, rate, arguments.budget)
     print(harness.machine())
 
 

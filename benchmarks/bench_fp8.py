@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks import harness
-from benchmarks.baselines import MissingError, tried
+from benchmarks.baselines import MissingError, tried, usable
 from grouped_core import calls, plans
 from grouped_core.calls import SLOTS, ArraySpec, QuantizedSpec
 from grouped_core.formats import FORMATS, padded_rows
@@ -242,17 +242,13 @@ CANDIDATES: dict[str, Callable[[Work], harness.Thunk]] = {
 def prepare(case: cases.Case, product: str, names: Sequence[str]) -> harness.Block:
     """All candidates on one GEMM of one problem."""
     work = Work(case, product)
-    thunks: dict[str, harness.Thunk] = {}
-    skipped: dict[str, str] = {}
-    for name in names:
-        try:
-            thunk = CANDIDATES[name](work)
-            thunk(0)
-            thunks[name] = thunk
-        except MissingError as reason:
-            skipped[name] = str(reason)
-        except ImportError as reason:
-            skipped[name] = f"cannot be imported: {reason}"
+
+    def made(name: str) -> harness.Thunk:
+        thunk = CANDIDATES[name](work)
+        thunk(0)
+        return thunk
+
+    thunks, skipped = usable(names, made)
     return harness.Block(case.name, product, "e4m3", names, thunks, skipped, work.flops)
 
 

@@ -31,19 +31,15 @@ def prepare(problem: cases.Case, product: str, dtype: str, device: str, names: S
     sets = 1 if device == "cpu" else max(1, min(4, 1 + 2 * L2_BYTES // operand_bytes))
     work = baselines.make_work(product, dtype, list(problem.sizes), problem.rows, problem.k, problem.n, device, sets)
     wanted = baselines.reference(work)
-    thunks: dict[str, harness.Thunk] = {}
     errors: dict[str, float | None] = {}
-    skipped: dict[str, str] = {}
-    for name in names:
-        try:
-            thunk = baselines.CANDIDATES[name](work)
-            dense = name.startswith("dense")  # one GEMM over all groups: there is no grouped result to compare
-            errors[name] = None if dense else _error(baselines.result_of(thunk, thunk(0)), wanted, name)
-            thunks[name] = thunk
-        except baselines.MissingError as reason:
-            skipped[name] = str(reason)
-        except ImportError as reason:
-            skipped[name] = f"cannot be imported: {reason}"
+
+    def made(name: str) -> harness.Thunk:
+        thunk = baselines.CANDIDATES[name](work)
+        dense = name.startswith("dense")  # one GEMM over all groups: there is no grouped result to compare
+        errors[name] = None if dense else _error(baselines.result_of(thunk, thunk(0)), wanted, name)
+        return thunk
+
+    thunks, skipped = baselines.usable(names, made)
     facts = {"errors": errors, "intensity": work.flops / work.bytes, "sets": sets}
     return harness.Block(problem.name, product, dtype, names, thunks, skipped, work.flops, **facts)
 

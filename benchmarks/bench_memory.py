@@ -59,12 +59,8 @@ def jax_mib(name: str, work: baselines.Work) -> float:
 
 def measure(name: str, work: baselines.Work) -> float | str:
     """The memory in MiB, or the reason why it cannot be measured."""
-    try:
-        return torch_mib(name, work) if name in TORCH else jax_mib(name, work)
-    except baselines.MissingError as reason:
-        return str(reason)
-    except ImportError as reason:
-        return f"cannot be imported: {reason}"
+    found, skipped = baselines.usable([name], lambda name: (torch_mib if name in TORCH else jax_mib)(name, work))
+    return {**found, **skipped}[name]
 
 
 def table(case: str, found: dict[str, dict[str, float | str]]) -> str:

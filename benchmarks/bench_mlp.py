@@ -26,7 +26,7 @@ import torch
 
 import torch_bridge
 from benchmarks import harness
-from benchmarks.baselines import TORCH_DTYPES, MissingError
+from benchmarks.baselines import TORCH_DTYPES, MissingError, compiled_swiglu, usable
 from grouped_core import mlp as rules
 from grouped_core.activations import Activation
 from grouped_core.mlp_spec import Mlp, MlpNames
@@ -182,13 +182,7 @@ def torch_grouped_mm(work: Work) -> dict[str, harness.Thunk]:
     if grouped_mm is None or work.x.device.type == "cpu":
         raise MissingError("torch.nn.functional.grouped_mm is not for this device")
     offsets = torch.cumsum(work.sizes, 0).to(torch.int32)
-
-    def swiglu(h: torch.Tensor) -> torch.Tensor:
-        gate, linear = h.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * linear
-
-    torch.compiler.reset()  # the programs of earlier cases count towards Dynamo's limit, beyond which it compiles none
-    activation = torch.compile(swiglu, dynamic=False)
+    activation = compiled_swiglu()
 
     def function(x: torch.Tensor, wi: torch.Tensor, wo: torch.Tensor) -> torch.Tensor:
         h = grouped_mm(x, wi.transpose(1, 2), offs=offsets)
@@ -275,16 +269,14 @@ def profile(case: cases.Case, name: str, thunk: harness.Thunk, steady_s: float |
 def prepare(case: cases.Case, dtype: str, device: str, names: Sequence[str]) -> dict[str, harness.Block]:
     """All candidates on one case, by product."""
     work = make_work(case, dtype, device)
-    built: dict[str, dict[str, harness.Thunk]] = {}
-    skipped: dict[str, str] = {}
-    for name in names:
-        try:
-            built[name] = CANDIDATES[name](work)
-            for thunk in built[name].values():
-                thunk(0)
-        except (MissingError, ImportError) as reason:
-            skipped[name] = str(reason)
-            built.pop(name, None)
+
+    def made(name: str) -> dict[str, harness.Thunk]:
+        thunks = CANDIDATES[name](work)
+        for thunk in thunks.values():
+            thunk(0)
+        return thunks
+
+    built, skipped = usable(names, made)
     return {
         product: harness.Block(
             case.name,

@@ -27,7 +27,7 @@ import torch
 
 import torch_bridge
 from benchmarks import harness
-from benchmarks.baselines import MissingError
+from benchmarks.baselines import MissingError, compiled_swiglu
 from grouped_core.recipes import Recipe
 
 
@@ -142,13 +142,7 @@ def torch_grouped_mm(work: Work) -> dict[str, harness.Thunk]:
     if grouped_mm is None or work.x.device.type == "cpu":
         raise MissingError("torch.nn.functional.grouped_mm is not for this device")
     layer = work.layer
-
-    def swiglu(h: torch.Tensor) -> torch.Tensor:
-        gate, linear = h.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * linear
-
-    torch.compiler.reset()  # the programs of earlier cases count towards Dynamo's limit, beyond which it compiles none
-    activation = torch.compile(swiglu, dynamic=False)
+    activation = compiled_swiglu()
 
     def function(x: torch.Tensor, router: torch.Tensor, wi: torch.Tensor, wo: torch.Tensor) -> torch.Tensor:
         weights, experts = torch.topk(torch.softmax(x.float() @ router.T, dim=-1), layer.k, dim=-1)

@@ -61,6 +61,8 @@ FINITE_DIFFERENCES = 1e-6
 """Gradient formulas against finite differences of the fp64 oracle, relative."""
 RELATIVE = {"ieee": 2e-6, "tf32x3": 5e-6, "tf32": 1e-3}
 """By mode of float32: the norm of a product's error over that of the product, for data of random signs (numerics 7)."""
+ROUNDED_ONCE = 2.0**-9 + RELATIVE["ieee"]
+"""The same for a product of float32 sums that is rounded once to bfloat16."""
 LAYER = 3 * RELATIVE["ieee"] + 4 * FUNCTIONS
 """Of a mixture-of-experts layer in float32: the norm of the error of its result, or of a gradient, over that of the
 exact one, for data of random signs. Three products follow one another, with the functions of scores and activation."""
